@@ -1,0 +1,46 @@
+# kvtier: `make` lists the targets. Everything is installed into .venv; nothing needs root.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+JOBS ?= 2
+
+.PHONY: help setup check format test test-fast sanitize bench proto clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.venv/ready: pyproject.toml kvtier/native/CMakeLists.txt $(wildcard kvtier/native/src/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "torch==2.13.0" "scikit-build-core>=0.11" "nanobind>=2.7" "cmake>=3.26" "ninja>=1.11"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+setup: .venv/ready ## create .venv and install everything the tests need (Python 3.11+, g++ and pip are enough)
+
+check: setup ## format, lint, types, layers, stubs, generated code up to date
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+	$(BIN)/lint-imports
+	$(BIN)/python -m mypy.stubtest kvtier._native --allowlist tests/stubtest_allowlist.txt
+
+format: setup ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: check ## check and every test
+	$(BIN)/pytest -n $(JOBS)
+
+test-fast: setup ## the tests without the checks
+	$(BIN)/pytest -n $(JOBS)
+
+sanitize: setup ## native tests against an ASan and UBSan build
+	bash scripts/sanitize.sh
+
+bench: setup ## every bench of the project
+	set -e; for name in keys index copy; do $(BIN)/kvtier bench $$name; done
+
+clean: ## remove what was built (keeps .venv)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,43 @@
+"""Every ceiling of kvtier in one place. Units are the last word of a name.
+
+What must not live here: defaults that are not ceilings (they are fields of a config class).
+"""
+
+from typing import Final
+
+# Identity and keys
+NAME_BYTES_MAX: Final = 1024
+"""Model ids, revisions, layouts, tenants, scopes, salts, adapter names."""
+BLOCK_TOKENS_MAX: Final = 4096
+TOKEN_ID_MAX: Final = 2**32 - 1
+PROMPT_TOKENS_MAX: Final = 16 * 2**20
+EXTRAS_BYTES_MAX: Final = 1 << 16
+"""Tagged extras (multimodal ids and the like) of one block."""
+ADAPTERS_COUNT_MAX: Final = 4096
+"""Adapters in one model card."""
+
+# Block frames
+PAYLOAD_BYTES_MAX: Final = 1 << 30
+FRAME_HEADER_BYTES_MAX: Final = 512
+
+# Index
+HOLDERS_COUNT_MAX: Final = 1 << 16
+SHARDS_COUNT_MAX: Final = 64
+INDEX_BYTES_MAX: Final = 64 << 30
+MATCH_BLOCKS_MAX: Final = 1 << 20
+"""Blocks of one match query."""
+BATCH_BLOCKS_MAX: Final = 1 << 16
+"""Block hashes in one event batch."""
+BATCH_EVENTS_MAX: Final = 1 << 14
+"""Events in one batch."""
+COPIES_COUNT_MAX: Final = 2**16 - 1
+"""Copies of one block in one (holder, tier, shard)."""
+
+# Event streams
+DEAD_EPOCHS_COUNT_MAX: Final = 64
+"""Dead epochs remembered per publisher so that a zombie is fenced."""
+RING_BATCHES_MAX: Final = 10_000
+RESERVATIONS_PER_ROUTER_MAX: Final = 4096
+RESERVATIONS_PER_WORKER_MAX: Final = 4096
+RESERVATION_TTL_MS_MAX: Final = 60_000
+LEASE_MS_MAX: Final = 600_000

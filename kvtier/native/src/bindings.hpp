@@ -1,0 +1,10 @@
+// One bind_* function per translation unit that exports something to Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvtier {
+
+void bind_version(nanobind::module_& m);
+
+}  // namespace kvtier

@@ -1,0 +1,9 @@
+// kvtier._native: the measured hot loops. Each part binds itself in a file of its own; nothing else lives here.
+#include <nanobind/nanobind.h>
+
+#include "bindings.hpp"
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of kvtier; every class and function has a pure-Python twin with the same interface.";
+  kvtier::bind_version(m);
+}

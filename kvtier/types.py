@@ -1,0 +1,76 @@
+"""Ids, keys and enums that every floor shares. No behaviour lives here."""
+
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+PrefixKey = NewType("PrefixKey", bytes)
+"""32-byte chain hash: names a block by all tokens up to its end and what else shapes its KV."""
+
+PrefixHash = NewType("PrefixHash", int)
+"""First 8 bytes of a prefix key read as little-endian u64: what events, index and router use."""
+
+Fingerprint = NewType("Fingerprint", bytes)
+"""32-byte digest of a namespace: equal fingerprints mean interchangeable bytes."""
+
+TenantId = NewType("TenantId", str)
+ScopeId = NewType("ScopeId", str)
+NodeId = NewType("NodeId", str)
+InstanceId = NewType("InstanceId", str)
+
+HolderId = NewType("HolderId", int)
+"""Small dense integer (0 .. limits.HOLDERS_COUNT_MAX - 1) that an index gives to a holder."""
+
+Epoch = NewType("Epoch", int)
+"""Random non-zero u64 that a publisher draws when it starts."""
+
+Seq = NewType("Seq", int)
+"""u64 batch number within an epoch; the first batch is 1."""
+
+
+class Tier(IntEnum):
+    """Where a holder keeps a block; the order is the order of nearness."""
+
+    GPU = 0
+    DRAM = 1
+    NVME = 2
+    REDIS = 3
+
+
+class Source(IntEnum):
+    """From where a worker could get a block, cheapest first: the tiers of a match result."""
+
+    GPU = 0
+    """Its own L1."""
+    PREDICTED = 1
+    """Its own L1, once a request that was just routed to it has been prefilled."""
+    DRAM = 2
+    """The store of its node."""
+    NVME = 3
+    """The store of its node."""
+    PEER = 4
+    """The store of another node."""
+    REDIS = 5
+    """A shared Redis."""
+
+
+class HolderKind(IntEnum):
+    """What a holder is; decides whose match it counts for."""
+
+    WORKER = 0
+    STORE = 1
+    SHARED = 2
+
+
+class Role(StrEnum):
+    """Which half of a request a worker runs."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Trust(StrEnum):
+    """Whether what the index says of a holder is known to equal what the holder has."""
+
+    EXACT = "exact"
+    DEGRADED = "degraded"

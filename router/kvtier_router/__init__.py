@@ -1,0 +1,1 @@
+"""The cache-aware HTTP router (composition root)."""

@@ -1,0 +1,1 @@
+"""Composition roots of the kvtier services: read configuration, build, serve, drain."""
