@@ -5,7 +5,7 @@
     │   ├── LimitError         ... by exceeding a ceiling of limits.py
     │   ├── ConfigError        ... in a configuration file, variable or flag
     │   └── IdentityError      ... by contradicting the identity of a pool, namespace or card
-    ├── FrameError             bytes that are not the frame that was asked for: a miss for the reader
+    ├── FrameError             bytes that are not the frame asked for: a miss for the reader
     ├── UnauthenticatedError   no, wrong or expired credentials
     ├── ForbiddenError         known caller, not allowed
     ├── FencedError            a dead epoch speaks
@@ -55,7 +55,7 @@ class IdentityError(CallerError):
 
 
 class FrameError(KvtierError):
-    """Bytes are not the block frame that was asked for. Readers turn it into a miss and count it."""
+    """Bytes are not the block frame that was asked for: readers count it and miss."""
 
     grpc_status = "DATA_LOSS"
 

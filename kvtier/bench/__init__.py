@@ -1,6 +1,7 @@
 """`kvtier bench NAME [--json] ...`: every performance figure of the project comes from here.
 
-Each bench is a module of this package with `run(arguments) -> list[Result]` and `add_arguments(parser)`.
+Each bench is a module of this package with `add_arguments(parser)` and
+`run(arguments) -> list[Result]`.
 """
 
 from kvtier.bench.report import command
