@@ -24,6 +24,7 @@ check: setup ## format, lint, types, layers, stubs, generated code up to date
 	$(BIN)/mypy
 	$(BIN)/mypy tests
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/gen_proto.py --check
 	$(BIN)/python -m mypy.stubtest kvtier._native --allowlist tests/stubtest_allowlist.txt
 
 format: setup ## rewrite the sources in the project's format
@@ -35,6 +36,10 @@ test: check ## check and every test
 
 test-fast: setup ## the tests without the checks
 	$(BIN)/pytest -n $(JOBS)
+
+proto: setup ## regenerate kvtier/wire/_pb and proto/baseline.json
+	$(BIN)/python scripts/gen_proto.py
+	$(BIN)/python scripts/proto_baseline.py
 
 sanitize: setup ## native tests against an ASan and UBSan build
 	bash scripts/sanitize.sh
