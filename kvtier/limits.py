@@ -15,6 +15,17 @@ EXTRAS_BYTES_MAX: Final = 1 << 16
 """Tagged extras (multimodal ids and the like) of one block."""
 ADAPTERS_COUNT_MAX: Final = 4096
 """Adapters in one model card."""
+ENCODING_BYTES_MAX: Final = 16 << 20
+"""One canonical encoding (core/encoding.py), the largest being a model card."""
+ENCODING_DEPTH_MAX: Final = 8
+CARD_NAMES_COUNT_MAX: Final = 256
+"""Served names and aliases of one model card."""
+LAYERS_COUNT_MAX: Final = 4096
+HEADS_COUNT_MAX: Final = 4096
+HEAD_DIM_MAX: Final = 1 << 16
+MULTIMODAL_ITEMS_MAX: Final = 512
+"""Multimodal items that overlap one block."""
+SHARED_SCOPES_COUNT_MAX: Final = 1 << 16
 
 # Block frames
 PAYLOAD_BYTES_MAX: Final = 1 << 30
