@@ -52,3 +52,11 @@ RESERVATIONS_PER_ROUTER_MAX: Final = 4096
 RESERVATIONS_PER_WORKER_MAX: Final = 4096
 RESERVATION_TTL_MS_MAX: Final = 60_000
 LEASE_MS_MAX: Final = 600_000
+
+# Eviction
+EVICTION_KEYS_MAX: Final = 1 << 26
+"""Keys that one policy tracks."""
+RETENTION_RANGES_MAX: Final = 256
+"""Token ranges with a priority in one request."""
+TRACE_ROW_BYTES_MAX: Final = 16 << 20
+"""One line of a request trace."""
