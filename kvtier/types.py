@@ -1,7 +1,13 @@
 """Ids, keys and enums that every floor shares. No behaviour lives here."""
 
 from enum import IntEnum, StrEnum
-from typing import NewType
+from typing import NewType, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.generic]
+"""Memory that native code reads, or writes, in place; wrap any other buffer in a memoryview."""
 
 PrefixKey = NewType("PrefixKey", bytes)
 """32-byte chain hash: names a block by all tokens up to its end and what else shapes its KV."""

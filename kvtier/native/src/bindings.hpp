@@ -6,5 +6,7 @@
 namespace kvtier {
 
 void bind_version(nanobind::module_& m);
+void bind_chain(nanobind::module_& m);
+void bind_checksum(nanobind::module_& m);
 
 }  // namespace kvtier

@@ -6,4 +6,6 @@
 NB_MODULE(_native, m) {
   m.doc() = "Native core of kvtier; every class and function has a pure-Python twin with the same interface.";
   kvtier::bind_version(m);
+  kvtier::bind_chain(m);
+  kvtier::bind_checksum(m);
 }
