@@ -18,6 +18,7 @@ Each class says how it looks on gRPC and HTTP and whether the same call may succ
 not live here: foreign exceptions, and messages with keys, tokens or prompt text in them.
 """
 
+from enum import StrEnum
 from typing import ClassVar
 
 
@@ -54,10 +55,31 @@ class IdentityError(CallerError):
     http_status = 409
 
 
+class FrameFault(StrEnum):
+    """What is wrong with a frame; the label of `kvtier_corrupt_blocks_total`."""
+
+    SHORT = "short"
+    MAGIC = "magic"
+    VERSION = "version"
+    """Of another release: a miss, not corruption."""
+    HEADER_CHECKSUM = "header_checksum"
+    HEADER_FIELD = "header_field"
+    """A well-checksummed header holds what this version never writes."""
+    KEY = "key"
+    NAMESPACE = "namespace"
+    CODEC = "codec"
+    LENGTH = "length"
+    PAYLOAD_CHECKSUM = "payload_checksum"
+
+
 class FrameError(KvtierError):
-    """Bytes are not the block frame that was asked for: readers count it and miss."""
+    """Bytes are not the block frame that was asked for: readers count the fault and miss."""
 
     grpc_status = "DATA_LOSS"
+
+    def __init__(self, fault: FrameFault, detail: str) -> None:
+        super().__init__(f"{fault.value}: {detail}")
+        self.fault = fault
 
 
 class UnauthenticatedError(KvtierError):
