@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import struct
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from kvtier.core.identity import (
     chain_root,
     encode_extras,
 )
+from kvtier.core.keys import prefix_keys
 from kvtier.errors import CallerError, LimitError
 from kvtier.limits import BLOCK_TOKENS_MAX, EXTRAS_BYTES_MAX, NAME_BYTES_MAX
 
@@ -292,3 +294,15 @@ def test_extras_have_limits() -> None:
         encode_extras(opaque=bytes(EXTRAS_BYTES_MAX))
     with pytest.raises(LimitError):
         encode_extras(tuple(MultimodalItem(b"\x01" * 16, at) for at in range(1000)))
+
+
+def test_the_chain_takes_root_and_extras_as_they_are_encoded_here() -> None:
+    root = chain_root(POOL, "salt", ADAPTER)
+    tokens = list(range(48))
+    extras = encode_extras((MultimodalItem(b"\x01" * 32, 4),))
+    first = hashlib.sha256(root + struct.pack("<16I", *tokens[:16])).digest()
+    second = hashlib.sha256(first + struct.pack("<16I", *tokens[16:32]) + extras).digest()
+    keys = prefix_keys(root, tokens, POOL.block_tokens, {1: extras})
+    assert (keys.key(0), keys.key(1)) == (first, second)
+    text = prefix_keys(root, tokens, POOL.block_tokens, {0: encode_extras()})
+    assert [text.key(block) == keys.key(block) for block in range(3)] == [True, False, False]
