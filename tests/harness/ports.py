@@ -1,0 +1,66 @@
+"""Loopback ports for servers under test, free of races between test processes.
+
+A port below the kernel's ephemeral range is leased by binding an abstract Unix socket of the same
+number, so that parallel test workers never get the same one and no outgoing connection takes it
+while its server restarts. The lease ends with this process. What must not live here: addresses
+other than loopback.
+"""
+
+import random
+import socket
+from collections import OrderedDict
+from pathlib import Path
+
+_FIRST_PORT = 15_000
+_LAST_PORT = 31_999
+_LEASES_COUNT_MAX = 256
+_TRIES_COUNT_MAX = 1000
+
+_leases: OrderedDict[int, socket.socket] = OrderedDict()
+
+
+def free_port() -> int:
+    """Lease and return a TCP port that nothing on 127.0.0.1 listens on.
+
+    The 256 last leases of this process are kept, older ones are given up. Raises RuntimeError when
+    a thousand tries find none.
+    """
+    last = min(_LAST_PORT, _ephemeral_first() - 1)
+    for _ in range(_TRIES_COUNT_MAX):
+        port = random.randint(_FIRST_PORT, last)
+        lease = _lease(port)
+        if lease is None:
+            continue
+        if not _bindable(port):
+            lease.close()
+            continue
+        _leases[port] = lease
+        if len(_leases) > _LEASES_COUNT_MAX:
+            _leases.popitem(last=False)[1].close()
+        return port
+    raise RuntimeError(f"no free port between {_FIRST_PORT} and {last}")
+
+
+def _ephemeral_first() -> int:
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    return max(int(text.split()[0]), _FIRST_PORT + 1000)
+
+
+def _lease(port: int) -> socket.socket | None:
+    lease = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lease.bind(f"\0kvtier-test-port-{port}")
+    except OSError:
+        lease.close()
+        return None
+    return lease
+
+
+def _bindable(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
