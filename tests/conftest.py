@@ -1,0 +1,76 @@
+"""What every test gets: processes, networks, rights, and a check that nothing is left behind."""
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import netns, tmpfs
+from tests.harness.netns import Network
+from tests.harness.processes import Process, ProcessRunner, live_processes
+from tests.harness.rights import missing
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "needs(name, ...): skipped with the reason where a right or tool is missing"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what cannot be done here, and say exactly why."""
+    for mark in item.iter_markers("needs"):
+        reason = missing(mark.args)
+        if reason is not None:
+            pytest.skip(reason)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Append the log tails of every process that runs to the report of a failed phase."""
+    report = yield
+    if report.failed:
+        for process in sorted(live_processes(), key=lambda live: live.name):
+            report.sections.append((f"process {process.name}", process.log_tail()))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail a test that leaves a process behind which did not run before it, and end it."""
+    before = live_processes()
+    yield
+    left = sorted(live_processes() - before, key=_name)
+    for process in left:
+        process.end()
+    assert not left, f"left behind: {[process.name for process in left]}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_namespace_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fail the run if a network namespace or a small file system outlives it; and remove them."""
+    yield
+    namespaces = netns.remove_own()
+    mounts = tmpfs.remove_own(tmp_path_factory.getbasetemp())
+    assert not namespaces, f"network namespaces left behind: {namespaces}"
+    assert not mounts, f"mounts left behind: {mounts}"
+
+
+@pytest.fixture
+def processes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProcessRunner]:
+    """The runner of this test's processes."""
+    with ProcessRunner(request.node.nodeid, tmp_path) as runner:
+        yield runner
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    """A network of the test's own; mark the test with `requires_netns`."""
+    directory = tmp_path / "network"
+    directory.mkdir()
+    with Network(directory) as made:
+        yield made
+
+
+def _name(process: Process) -> str:
+    return process.name
