@@ -60,3 +60,10 @@ RETENTION_RANGES_MAX: Final = 256
 """Token ranges with a priority in one request."""
 TRACE_ROW_BYTES_MAX: Final = 16 << 20
 """One line of a request trace."""
+
+# Admission
+TENANTS_COUNT_MAX: Final = 1 << 16
+"""Tenants whose quotas or queues are remembered at once."""
+QUEUED_REQUESTS_MAX: Final = 1 << 17
+RUNNING_REQUESTS_MAX: Final = 1 << 17
+PRIORITY_CLASSES_COUNT_MAX: Final = 16
