@@ -1,8 +1,8 @@
 """A fleet in virtual time: scoring against bounded-load affinity hashing and least loaded.
 
 Eight workers with LRU prefix caches, one of them slow, serve chats, families with a common document
-and one hot prefix; the working set is about two and a half times the caches. A worker's timing comes
-from the model below, not from core.costs: overhead a request, speed with noise, and attention.
+and one hot prefix; the working set is about two and a half times the caches. A worker's timing
+comes from the model below, not from core.costs: overhead a request, noise, and attention.
 """
 
 from collections import OrderedDict
