@@ -307,9 +307,17 @@ def _costs(ask: Ask, fleet: Fleet, speeds: SpeedTable, weights: Weights) -> Comp
 def _reach(ask: Ask, fleet: Fleet, weights: Weights) -> FloatArray:
     """Prefix tokens held up to and with each source, (workers, sources), after the age credit."""
     credit = np.exp2(fleet.age_s / -weights.credit_half_life_s)
-    reach = np.cumsum(fleet.held_tokens, axis=1) * credit[:, None]
+    reach = np.add.accumulate(fleet.held_tokens, axis=1)
+    reach *= credit[:, None]
     np.minimum(reach, ask.prompt_tokens - 1, out=reach)
     return reach
+
+
+def _steps(reach: FloatArray) -> FloatArray:
+    """Tokens that each source adds: the inverse of the running sum over sources."""
+    steps = reach.copy()
+    steps[:, 1:] -= reach[:, :-1]
+    return steps
 
 
 def _reuse(
@@ -317,10 +325,11 @@ def _reuse(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Load, compute and reused tokens at the best cut between sources: `costs.split` at the grain
     of a source, taking a worker's runs in order of nearness."""
-    steps = np.diff(reach, axis=1, prepend=0.0)
-    loads = speeds.load_byte_s * (steps * fleet.kv_bytes_per_token[:, None])
+    steps = _steps(reach)
+    loads = speeds.load_byte_s * steps
+    loads *= fleet.kv_bytes_per_token[:, None]
     loads += speeds.load_latency_s * (steps > 0)
-    load_s = np.cumsum(loads, axis=1)
+    load_s = np.add.accumulate(loads, axis=1)
     rest = ask.prompt_tokens - reach
     context = (ask.prompt_tokens + reach) / 2.0
     compute_s = rest * (speeds.prefill_token_s[:, None] + speeds.prefill_pair_s[:, None] * context)
@@ -338,7 +347,7 @@ def _fetch(
     """Load, compute and reused tokens of a decode worker: what its node has not comes from
     the prefill worker, one token is computed."""
     near = int(Source.NVME)
-    steps = np.diff(reach[:, : near + 1], axis=1, prepend=0.0)
+    steps = _steps(reach[:, : near + 1])
     missing = ask.prompt_tokens - reach[:, near]
     width_bytes = fleet.kv_bytes_per_token
     load_s = (speeds.load_byte_s[:, : near + 1] * steps).sum(axis=1) * width_bytes
