@@ -67,3 +67,37 @@ TENANTS_COUNT_MAX: Final = 1 << 16
 QUEUED_REQUESTS_MAX: Final = 1 << 17
 RUNNING_REQUESTS_MAX: Final = 1 << 17
 PRIORITY_CLASSES_COUNT_MAX: Final = 16
+
+# Configuration and credentials
+CONFIG_BYTES_MAX: Final = 1 << 20
+"""A configuration, token, certificate or secret file."""
+TOKENS_COUNT_MAX: Final = 4096
+"""Tokens that one service knows."""
+TOKEN_BYTES_MAX: Final = 256
+"""A bearer token as presented."""
+GRANTS_COUNT_MAX: Final = 64
+"""Scope or instance patterns of one principal."""
+CREDENTIAL_DAYS_MAX: Final = 398
+"""Lifetime of an issued certificate or token."""
+
+# gRPC connections; the keepalive of clients and servers is agreed here
+GRPC_MESSAGE_BYTES_MAX: Final = 16 << 20
+"""One message: a match of MATCH_BLOCKS_MAX hashes fits, anything longer is a stream of chunks."""
+GRPC_METADATA_BYTES_MAX: Final = 8 << 10
+GRPC_STREAMS_PER_CONNECTION_MAX: Final = 1024
+GRPC_CONCURRENT_CALLS_MAX: Final = 8192
+GRPC_CONNECTIONS_MAX: Final = 4096
+GRPC_HANDSHAKE_MS_MAX: Final = 5_000
+GRPC_KEEPALIVE_MS: Final = 2_000
+"""A silent connection is pinged this often, in both directions."""
+GRPC_KEEPALIVE_TIMEOUT_MS: Final = 1_000
+GRPC_PING_INTERVAL_MS_MIN: Final = 500
+"""Pings more frequent than this end a connection; well under GRPC_KEEPALIVE_MS."""
+GRPC_CONNECTION_IDLE_MS_MAX: Final = 300_000
+GRPC_CONNECTION_AGE_MS_MAX: Final = 1_800_000
+"""A connection ends after this, so that a withdrawn credential does not live on in a stream."""
+GRPC_CONNECTION_GRACE_MS_MAX: Final = 30_000
+GRPC_CONNECT_MS_MAX: Final = 2_000
+"""One attempt to connect."""
+GRPC_RECONNECT_MS_MIN: Final = 100
+GRPC_RECONNECT_MS_MAX: Final = 5_000
