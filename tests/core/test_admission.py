@@ -63,6 +63,20 @@ def test_a_tenant_with_a_flood_does_not_hold_up_another() -> None:
     assert B in [t.tenant_id for t in drain(admission, 2)]
 
 
+def test_a_tenant_that_was_idle_has_saved_up_nothing() -> None:
+    admission = Admission()
+    admission.offer(ticket(1, B), 0.0)
+    admission.offer(ticket(2, C), 0.0)
+    for number in range(10, 150):
+        admission.offer(ticket(number, A), 0.0)
+    drain(admission, 60)
+    for number in range(1000, 1100):  # B was here before, D is new: both join as equals
+        admission.offer(ticket(number, B), 0.0)
+        admission.offer(ticket(1000 + number, TenantId("d")), 0.0)
+    counts = Counter(t.tenant_id for t in drain(admission, 60))
+    assert [counts[t] for t in (A, B, TenantId("d"))] == pytest.approx([20, 20, 20], abs=1)
+
+
 def test_fairness_is_in_tokens_not_in_requests() -> None:
     admission = Admission()
     for number in range(100):
