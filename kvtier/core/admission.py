@@ -36,7 +36,7 @@ class ClassPolicy:
     queued_tokens_max: int = 1 << 24
     running_requests_max: int = RUNNING_REQUESTS_MAX
     passed_over_max: int = 8
-    """Turns that go to higher classes while this one waits; then the turn is its own."""
+    """Turns that go to other classes while this one waits; then it is overdue and comes first."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.queued_requests_max <= QUEUED_REQUESTS_MAX:
@@ -329,7 +329,7 @@ class Admission:
         return None
 
     def _next_class(self) -> _Class | None:
-        """The class whose turn it is; counts for the lower ones that they were passed over."""
+        """The class whose turn it is; counts for the others that they were passed over."""
         policy = self._policy
         full = len(self._running) >= policy.running_requests_max
         if full or self._running_tokens >= policy.running_tokens_max:
@@ -341,9 +341,9 @@ class Admission:
         chosen = waiting[0]
         if overdue:
             chosen = max(overdue, key=lambda c: c.passed_over - c.policy.passed_over_max)
+        for row in waiting:
+            row.passed_over += 1
         chosen.passed_over = 0
-        for lower in waiting[waiting.index(chosen) + 1 :]:
-            lower.passed_over += 1
         return chosen
 
     def _expire(self, now: float) -> tuple[Ticket, ...]:

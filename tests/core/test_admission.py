@@ -4,7 +4,7 @@ from collections import Counter
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.admission import (
@@ -138,7 +138,8 @@ def test_a_higher_class_goes_first() -> None:
     assert [t.number for t in drain(admission)] == [3, 2, 1]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=150, deadline=None)
+@example([1, 0], [1] * 6)
 @given(
     st.lists(st.integers(0, 8), min_size=2, max_size=4),
     st.lists(st.integers(0, 3), min_size=1, max_size=80),
