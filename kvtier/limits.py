@@ -31,6 +31,13 @@ SHARED_SCOPES_COUNT_MAX: Final = 1 << 16
 PAYLOAD_BYTES_MAX: Final = 1 << 30
 FRAME_HEADER_BYTES_MAX: Final = 512
 
+# Block copies and slots
+BATCH_COPIES_MAX: Final = 1 << 16
+"""Blocks of one batched copy, gather or scatter."""
+COPY_THREADS_MAX: Final = 64
+SLOTS_COUNT_MAX: Final = 1 << 27
+"""Slots of one allocator."""
+
 # Index
 HOLDERS_COUNT_MAX: Final = 1 << 16
 SHARDS_COUNT_MAX: Final = 64

@@ -1,5 +1,6 @@
 """Ids, keys and enums that every floor shares. No behaviour lives here."""
 
+from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 from typing import NewType, TypeAlias
 
@@ -8,6 +9,10 @@ import numpy.typing as npt
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.generic]
 """Memory that native code reads, or writes, in place; wrap any other buffer in a memoryview."""
+
+Integers: TypeAlias = BytesLike | Sequence[int]
+"""A one-dimensional C-contiguous array of 4- or 8-byte integers (read in place, may be read-only),
+or a list or tuple of ints."""
 
 PrefixKey = NewType("PrefixKey", bytes)
 """32-byte chain hash: names a block by all tokens up to its end and what else shapes its KV."""

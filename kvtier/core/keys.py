@@ -9,22 +9,17 @@ caller does that); both are bytes to this module.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier import _native, limits
 from kvtier.errors import CallerError, LimitError
-from kvtier.types import BytesLike, PrefixHash, PrefixKey
+from kvtier.types import BytesLike, Integers, PrefixHash, PrefixKey
 
 KEY_BYTES = 32
 HASH_BYTES = 8
-
-Tokens: TypeAlias = BytesLike | Sequence[int]
-"""Token ids: a one-dimensional C-contiguous array of 4- or 8-byte integers (read in place, may be
-read-only), or a list or tuple of ints."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +45,7 @@ class PrefixKeys:
 
 
 def prefix_keys(
-    root: bytes, tokens: Tokens, block_tokens: int, extras: Mapping[int, BytesLike] | None = None
+    root: bytes, tokens: Integers, block_tokens: int, extras: Mapping[int, BytesLike] | None = None
 ) -> PrefixKeys:
     """Keys and hashes of the full blocks of `tokens`; mutates nothing.
 
@@ -73,7 +68,7 @@ def prefix_keys(
 
 
 def prefix_hashes(
-    root: bytes, tokens: Tokens, block_tokens: int, extras: Mapping[int, BytesLike] | None = None
+    root: bytes, tokens: Integers, block_tokens: int, extras: Mapping[int, BytesLike] | None = None
 ) -> npt.NDArray[np.uint64]:
     """As `prefix_keys`, but only the hashes, which is what a router needs: u64[n], read-only."""
     checked = _checked(tokens, block_tokens, extras)
@@ -92,7 +87,7 @@ def prefix_hash(key: bytes) -> PrefixHash:
 
 
 def _checked(
-    tokens: Tokens, block_tokens: int, extras: Mapping[int, BytesLike] | None
+    tokens: Integers, block_tokens: int, extras: Mapping[int, BytesLike] | None
 ) -> dict[int, bytes] | None:
     """Holds the arguments against the ceilings; returns extras as the native side takes them."""
     try:
@@ -122,7 +117,7 @@ def _checked_extra(block: int, extra: BytesLike) -> bytes:
 
 
 def pure_prefix_chain(
-    root: BytesLike, tokens: Tokens, block_tokens: int, extras: dict[int, bytes] | None = None
+    root: BytesLike, tokens: Integers, block_tokens: int, extras: dict[int, bytes] | None = None
 ) -> tuple[bytes, bytes]:
     """Twin of `_native.prefix_chain`, its oracle in tests: keys and hashes, one after another."""
     key = bytes(root)
@@ -147,13 +142,13 @@ def pure_prefix_chain(
 
 
 def pure_prefix_chain_hashes(
-    root: BytesLike, tokens: Tokens, block_tokens: int, extras: dict[int, bytes] | None = None
+    root: BytesLike, tokens: Integers, block_tokens: int, extras: dict[int, bytes] | None = None
 ) -> bytes:
     """Twin of `_native.prefix_chain_hashes`."""
     return pure_prefix_chain(root, tokens, block_tokens, extras)[1]
 
 
-def _pure_tokens(tokens: Tokens) -> list[int]:
+def _pure_tokens(tokens: Integers) -> list[int]:
     if isinstance(tokens, list | tuple):
         if any(not isinstance(token, int | np.integer) or token is True for token in tokens):
             raise TypeError("tokens: an item is not an int")

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvtier import limits
 from kvtier.core.keys import (
     KEY_BYTES,
-    Tokens,
     prefix_hash,
     prefix_hashes,
     prefix_keys,
     pure_prefix_chain,
 )
 from kvtier.errors import CallerError, LimitError
+from kvtier.types import Integers
 
 ROOT = hashlib.sha256(b"a pool").digest()
 
@@ -98,7 +98,7 @@ def test_extras_change_their_block_and_all_after_it() -> None:
 
 
 def test_empty_and_short_prompts_have_no_blocks() -> None:
-    prompts: list[Tokens] = [[], (), np.array([], dtype=np.uint32), list(range(15))]
+    prompts: list[Integers] = [[], (), np.array([], dtype=np.uint32), list(range(15))]
     for tokens in prompts:
         found = prefix_keys(ROOT, tokens, 16)
         assert len(found) == 0

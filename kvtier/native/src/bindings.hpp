@@ -8,5 +8,7 @@ namespace kvtier {
 void bind_version(nanobind::module_& m);
 void bind_chain(nanobind::module_& m);
 void bind_checksum(nanobind::module_& m);
+void bind_copy(nanobind::module_& m);
+void bind_slots(nanobind::module_& m);
 
 }  // namespace kvtier

@@ -12,6 +12,26 @@ void refuse_type(const char* argument, const std::string& why) {
   throw nb::type_error((std::string(argument) + ": " + why).c_str());
 }
 
+std::size_t integer_argument(nb::handle object, const char* argument, std::size_t value_min, std::size_t value_max) {
+  if (!PyLong_CheckExact(object.ptr())) {
+    refuse_type(argument, std::string("an int is needed, not ") + Py_TYPE(object.ptr())->tp_name);
+  }
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
+  const bool inside = overflow == 0 && value >= 0 && static_cast<std::size_t>(value) >= value_min &&
+                      static_cast<std::size_t>(value) <= value_max;
+  if (!inside) refuse_value(argument, "outside " + std::to_string(value_min) + " .. " + std::to_string(value_max));
+  return static_cast<std::size_t>(value);
+}
+
+nb::bytes new_bytes(std::size_t size) {
+  nb::object bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+  if (!bytes.is_valid()) nb::raise_python_error();
+  return nb::borrow<nb::bytes>(bytes);
+}
+
+std::uint8_t* contents(nb::bytes& bytes) { return reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())); }
+
 BufferView::BufferView(nb::handle object, const char* argument, Access access, Format format) {
   if (!PyObject_CheckBuffer(object.ptr())) {
     refuse_type(argument, std::string("a buffer is needed, not ") + Py_TYPE(object.ptr())->tp_name);
@@ -122,11 +142,11 @@ void IntegerArray::from_items(nb::handle object, const char* argument, std::uint
   const nb::object items = nb::steal(PySequence_Tuple(object.ptr()));
   if (!items.is_valid()) nb::raise_python_error();
   size_ = static_cast<std::size_t>(PyTuple_GET_SIZE(items.ptr()));
-  copied_.resize(size_);
+  owned_.resize(size_);
   for (std::size_t i = 0; i < size_; ++i) {
     PyObject* item = PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
     if (PyLong_CheckExact(item)) {
-      copied_[i] = checked_item(item, argument, value_max);
+      owned_[i] = checked_item(item, argument, value_max);
       continue;
     }
     if (PyBool_Check(item) || !PyIndex_Check(item)) {
@@ -134,9 +154,18 @@ void IntegerArray::from_items(nb::handle object, const char* argument, std::uint
     }
     const nb::object index = nb::steal(PyNumber_Index(item));
     if (!index.is_valid()) nb::raise_python_error();
-    copied_[i] = checked_item(index.ptr(), argument, value_max);
+    owned_[i] = checked_item(index.ptr(), argument, value_max);
   }
-  data_ = reinterpret_cast<const std::uint8_t*>(copied_.data());
+  data_ = reinterpret_cast<const std::uint8_t*>(owned_.data());
+}
+
+std::vector<std::uint64_t> IntegerArray::copied(const char* argument, std::uint64_t value_max) const {
+  std::vector<std::uint64_t> values(size_);
+  for (std::size_t i = 0; i < size_; ++i) {
+    values[i] = (*this)[i];
+    if (values[i] > value_max) refuse_large(argument, value_max);
+  }
+  return values;
 }
 
 }  // namespace kvtier

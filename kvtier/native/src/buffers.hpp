@@ -20,6 +20,14 @@ static_assert(std::endian::native == std::endian::little, "kvtier's byte formats
 [[noreturn]] void refuse_value(const char* argument, const std::string& why);
 [[noreturn]] void refuse_type(const char* argument, const std::string& why);
 
+// One int argument within bounds; a bool is not one.
+std::size_t integer_argument(nanobind::handle object, const char* argument, std::size_t value_min,
+                             std::size_t value_max);
+
+// A new bytes object of `size` bytes to be written before anybody else sees it.
+nanobind::bytes new_bytes(std::size_t size);
+std::uint8_t* contents(nanobind::bytes& bytes);
+
 enum class Access { read, write };
 enum class Format { ignored, wanted };
 
@@ -60,12 +68,16 @@ class IntegerArray {
     return value;
   }
 
+  // Values that address memory are copied first and checked afterwards, against `value_max` and by the caller: the array
+  // itself may be written by another thread, or be part of what the call writes.
+  std::vector<std::uint64_t> copied(const char* argument, std::uint64_t value_max) const;
+
  private:
   void from_buffer(nanobind::handle object, const char* argument, std::uint64_t value_max);
   void from_items(nanobind::handle object, const char* argument, std::uint64_t value_max);
 
   std::optional<BufferView> view_;
-  std::vector<std::uint64_t> copied_;
+  std::vector<std::uint64_t> owned_;
   const std::uint8_t* data_ = nullptr;
   std::size_t size_ = 0;
   std::size_t item_bytes_ = 8;

@@ -94,13 +94,7 @@ Request read_request(nb::handle root, nb::handle tokens, nb::handle block_tokens
   if (root_view.size() != key_bytes) {
     refuse_value("root", std::to_string(key_bytes) + " bytes are needed, not " + std::to_string(root_view.size()));
   }
-  if (!PyLong_CheckExact(block_tokens.ptr())) refuse_type("block_tokens", "an int is needed");
-  int overflow = 0;
-  const long long block_size = PyLong_AsLongLongAndOverflow(block_tokens.ptr(), &overflow);
-  if (overflow != 0 || block_size < 1 || static_cast<std::size_t>(block_size) > block_tokens_max) {
-    refuse_value("block_tokens", "outside 1 .. " + std::to_string(block_tokens_max));
-  }
-  Request request{{}, IntegerArray(tokens, "tokens", UINT32_MAX), static_cast<std::size_t>(block_size), 0, {},
+  Request request{{}, IntegerArray(tokens, "tokens", UINT32_MAX), integer_argument(block_tokens, "block_tokens", 1, block_tokens_max), 0, {},
                   compression(path)};
   std::memcpy(request.root.data(), root_view.data(), key_bytes);
   request.blocks = request.tokens.size() / request.block_tokens;
@@ -126,15 +120,6 @@ void run_chain(const Request& request, std::uint8_t* keys, std::uint8_t* hashes)
     std::memcpy(hashes + block * hash_bytes, key.data(), hash_bytes);
   }
 }
-
-nb::bytes new_bytes(std::size_t size) {
-  nb::object bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
-  if (!bytes.is_valid()) nb::raise_python_error();
-  return nb::borrow<nb::bytes>(bytes);
-}
-
-// A bytes object that nobody else has seen may still be written. An empty one is shared and is not touched.
-std::uint8_t* contents(nb::bytes& bytes) { return reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())); }
 
 bool worth_releasing(const Request& request) {
   std::size_t work = request.blocks * (key_bytes + 4 * request.block_tokens);

@@ -198,16 +198,21 @@ namespace kvtier {
 
 namespace nb = nanobind;
 
+const xxh3::Kernel& checksum_kernel(const char* path) {
+  const xxh3::Kernel* kernel = xxh3::find(path);
+  if (kernel == nullptr) refuse_value("path", "'" + std::string(path) + "' is not one of CHECKSUM_PATHS");
+  return *kernel;
+}
+
 namespace {
 
 constexpr std::size_t gil_kept_bytes = 32768;  // a few microseconds
 
 std::uint64_t checksum(nb::handle buffer, const char* path) {
-  const xxh3::Kernel* kernel = xxh3::find(path);
-  if (kernel == nullptr) refuse_value("path", "'" + std::string(path) + "' is not one of CHECKSUM_PATHS");
+  const xxh3::Kernel& kernel = checksum_kernel(path);
   const BufferView view(buffer, "buffer");
   const MaybeReleaseGil release(view.size() > gil_kept_bytes);
-  return xxh3::hash(*kernel, view.data(), view.size());
+  return xxh3::hash(kernel, view.data(), view.size());
 }
 
 }  // namespace

@@ -49,3 +49,9 @@ std::uint64_t hash(const Kernel& kernel, const std::uint8_t* data, std::size_t s
 inline std::size_t rounds_before_finish(std::size_t size) { return (size - 1) / round_bytes; }
 
 }  // namespace kvtier::xxh3
+
+namespace kvtier {
+
+const xxh3::Kernel& checksum_kernel(const char* path);  // a ValueError where there is no such one
+
+}  // namespace kvtier

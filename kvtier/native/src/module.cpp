@@ -8,4 +8,6 @@ NB_MODULE(_native, m) {
   kvtier::bind_version(m);
   kvtier::bind_chain(m);
   kvtier::bind_checksum(m);
+  kvtier::bind_copy(m);
+  kvtier::bind_slots(m);
 }
