@@ -55,6 +55,10 @@ COPIES_COUNT_MAX: Final = 2**16 - 1
 DEAD_EPOCHS_COUNT_MAX: Final = 64
 """Dead epochs remembered per publisher so that a zombie is fenced."""
 RING_BATCHES_MAX: Final = 10_000
+REPLICAS_COUNT_MAX: Final = 16
+"""Index replicas that one publisher feeds."""
+ROUTERS_COUNT_MAX: Final = 1024
+"""Routers with reservations."""
 RESERVATIONS_PER_ROUTER_MAX: Final = 4096
 RESERVATIONS_PER_WORKER_MAX: Final = 4096
 RESERVATION_TTL_MS_MAX: Final = 60_000
