@@ -37,6 +37,9 @@ BATCH_COPIES_MAX: Final = 1 << 16
 COPY_THREADS_MAX: Final = 64
 SLOTS_COUNT_MAX: Final = 1 << 27
 """Slots of one allocator."""
+# Tiers
+TIER_BATCH_BLOCKS_MAX: Final = 4096
+"""Blocks of one call to a tier."""
 
 # Index
 HOLDERS_COUNT_MAX: Final = 1 << 16
