@@ -115,3 +115,21 @@ GRPC_CONNECT_MS_MAX: Final = 2_000
 """One attempt to connect."""
 GRPC_RECONNECT_MS_MIN: Final = 100
 GRPC_RECONNECT_MS_MAX: Final = 5_000
+
+# Telemetry
+LOG_QUEUE_LINES_MAX: Final = 8192
+"""Lines that wait to be written; more are lost and counted."""
+LOG_VALUE_CHARS_MAX: Final = 512
+LOG_FIELDS_COUNT_MAX: Final = 32
+LOG_TRACE_CHARS_MAX: Final = 8192
+METRIC_LABEL_CHARS_MAX: Final = 128
+METRIC_LABEL_VALUES_MAX: Final = 1024
+"""Values of one open label that live at once."""
+METRIC_SERIES_COUNT_MAX: Final = 1 << 14
+"""Lines that one metric can make in a scrape."""
+METRICS_HEADER_BYTES_MAX: Final = 8192
+METRICS_CONNECTIONS_COUNT_MAX: Final = 16
+METRICS_REQUEST_MS_MAX: Final = 5000
+"""To send a request, and again to take the answer."""
+SPANS_QUEUED_COUNT_MAX: Final = 2048
+SPAN_EXPORT_MS_MAX: Final = 3000
