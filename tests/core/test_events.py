@@ -25,6 +25,7 @@ from kvtier.core.event_messages import (
 from kvtier.core.events import (
     Acceptor,
     AcceptorConfig,
+    Action,
     ApplyBatch,
     ClearStream,
     DegradedReason,
@@ -447,3 +448,72 @@ def test_in_any_order_each_batch_is_applied_once_and_in_order(arrivals: list[int
     assert applied == list(range(1, contiguous + 1))
     behind = max(arrivals, default=0) > contiguous
     assert (acceptor.trust is Trust.DEGRADED) is behind
+
+
+EPOCHS = st.sampled_from([A, B, Epoch(0xC)])
+SEQS = st.integers(0, 6).map(Seq)
+MARKS = st.builds(SnapshotMark, EPOCHS, st.integers(-1, 4), SEQS)
+MESSAGES = st.one_of(
+    st.builds(Hello, EPOCHS, SEQS),
+    st.builds(lambda epoch, seq: Batch(epoch, seq, "b", 10), EPOCHS, SEQS),
+    st.builds(Heartbeat, EPOCHS, SEQS, st.none() | st.just(DIGEST)),
+    st.builds(SnapshotChunk, MARKS, st.integers(-1, 3), st.booleans(), st.just("c")),
+    st.sampled_from(["undecodable", "disconnect", "forget", "resync"]),
+)
+
+
+@given(st.lists(st.tuples(MESSAGES, st.floats(0, 10)), max_size=40))
+def test_nonsense_never_breaks_the_order_of_what_is_applied(
+    story: list[tuple[Hello | Batch[str] | Heartbeat | SnapshotChunk[str] | str, float]],
+) -> None:
+    acceptor = Acceptor[str](AcceptorConfig(held_batches_max=3))
+    dead: set[Epoch] = set()
+    live_seq, staged, now = 0, set[SnapshotMark](), NOW
+    for message, wait in story:
+        now += wait
+        before = acceptor.epoch
+        for action in speak(acceptor, message, now):
+            match action:
+                case ApplyBatch(seq, _):
+                    assert seq == live_seq + 1
+                    live_seq = seq
+                case StageChunk(of, _):
+                    staged.add(of)
+                case DiscardStaged(of):
+                    staged.remove(of)
+                case ReplaceWithSnapshot(of):
+                    staged.remove(of)
+                    live_seq = of.at_seq
+                case ClearStream():
+                    live_seq = 0
+                case _:
+                    pass
+        assert acceptor.applied_seq == live_seq
+        assert len(staged) <= 1
+        if acceptor.epoch is not None and acceptor.epoch != before:
+            assert acceptor.epoch not in dead
+            dead |= {before} if before is not None else set()
+
+
+def speak(
+    acceptor: Acceptor[str],
+    message: Hello | Batch[str] | Heartbeat | SnapshotChunk[str] | str,
+    now: float,
+) -> tuple[Action[str], ...]:
+    match message:
+        case Hello():
+            return acceptor.hello(message, now).actions
+        case Batch():
+            return acceptor.batch(message, now).actions
+        case Heartbeat():
+            return acceptor.heartbeat(message, (), now).actions
+        case SnapshotChunk():
+            return acceptor.snapshot_chunk(message, now).actions
+        case "undecodable":
+            return acceptor.undecodable(A, now).actions
+        case "disconnect":
+            return acceptor.disconnect()
+        case "forget":
+            return acceptor.forget()
+        case _:
+            return acceptor.resync(now)
