@@ -161,39 +161,57 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
-class SnapshotChunk(_message.Message):
-    """A piece of everything that the publisher held when it had given out `at_seq`."""
+class SnapshotMark(_message.Message):
+    """Names one snapshot: everything that the publisher held after batch `at_seq`. Ids grow in an epoch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
     AT_SEQ_FIELD_NUMBER: _builtins.int
-    NUMBER_FIELD_NUMBER: _builtins.int
-    TIER_FIELD_NUMBER: _builtins.int
-    HASHES_FIELD_NUMBER: _builtins.int
-    RUN_LENGTHS_FIELD_NUMBER: _builtins.int
-    LAST_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.int
     at_seq: _builtins.int
-    number: _builtins.int
-    """Position of this chunk in the snapshot, from 0."""
-    tier: _builtins.int
-    hashes: _builtins.bytes
-    """u64 per copy of a block, chain by chain."""
-    run_lengths: _builtins.bytes
-    """u32 per chain: how many of `hashes` belong to it."""
-    last: _builtins.bool
     def __init__(
         self,
         *,
+        snapshot_id: _builtins.int = ...,
         at_seq: _builtins.int = ...,
-        number: _builtins.int = ...,
-        tier: _builtins.int = ...,
-        hashes: _builtins.bytes = ...,
-        run_lengths: _builtins.bytes = ...,
-        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_seq", b"at_seq", "hashes", b"hashes", "last", b"last", "number", b"number", "run_lengths", b"run_lengths", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_seq", b"at_seq", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotMark: _TypeAlias = SnapshotMark  # noqa: Y015
+
+@_typing.final
+class SnapshotChunk(_message.Message):
+    """Stores only, chain by chain; a block held twice stands there twice. `batch.seq` means nothing here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MARK_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Position of this chunk in the snapshot, from 0."""
+    last: _builtins.bool
+    @_builtins.property
+    def mark(self) -> Global___SnapshotMark: ...
+    @_builtins.property
+    def batch(self) -> Global___Batch: ...
+    def __init__(
+        self,
+        *,
+        mark: Global___SnapshotMark | None = ...,
+        number: _builtins.int = ...,
+        last: _builtins.bool = ...,
+        batch: Global___Batch | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "mark", b"mark"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "last", b"last", "mark", b"mark", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,6 +413,23 @@ class Refused(_message.Message):
 Global___Refused: _TypeAlias = Refused  # noqa: Y015
 
 @_typing.final
+class HelloNeeded(_message.Message):
+    """The index does not know this epoch (it restarted under an open stream): introduce yourself again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HelloNeeded: _TypeAlias = HelloNeeded  # noqa: Y015
+
+@_typing.final
 class PublishResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -404,6 +439,7 @@ class PublishResponse(_message.Message):
     SNAPSHOT_NEEDED_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    HELLO_NEEDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -416,6 +452,8 @@ class PublishResponse(_message.Message):
     def fenced(self) -> Global___Fenced: ...
     @_builtins.property
     def refused(self) -> Global___Refused: ...
+    @_builtins.property
+    def hello_needed(self) -> Global___HelloNeeded: ...
     def __init__(
         self,
         *,
@@ -425,12 +463,13 @@ class PublishResponse(_message.Message):
         snapshot_needed: Global___SnapshotNeeded | None = ...,
         fenced: Global___Fenced | None = ...,
         refused: Global___Refused | None = ...,
+        hello_needed: Global___HelloNeeded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "fenced", b"fenced", "message", b"message", "refused", b"refused", "resend", b"resend", "snapshot_needed", b"snapshot_needed", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "fenced", b"fenced", "hello_needed", b"hello_needed", "message", b"message", "refused", b"refused", "resend", b"resend", "snapshot_needed", b"snapshot_needed", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "fenced", b"fenced", "message", b"message", "refused", b"refused", "resend", b"resend", "snapshot_needed", b"snapshot_needed", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "fenced", b"fenced", "hello_needed", b"hello_needed", "message", b"message", "refused", b"refused", "resend", b"resend", "snapshot_needed", b"snapshot_needed", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "ack", "resend", "snapshot_needed", "fenced", "refused"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "ack", "resend", "snapshot_needed", "fenced", "refused", "hello_needed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -426,27 +426,30 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class HolderBlocks(_message.Message):
-    """The holder's blocks of one tier and shard, replacing what was there when `chunk.number` is 0."""
+    """A piece of the blocks of a holder's shard; chunk 0 replaces what was there."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HOLDER_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     holder: _builtins.int
     shard: _builtins.int
+    number: _builtins.int
     @_builtins.property
-    def chunk(self) -> _events_pb2.SnapshotChunk: ...
+    def batch(self) -> _events_pb2.Batch: ...
     def __init__(
         self,
         *,
         holder: _builtins.int = ...,
         shard: _builtins.int = ...,
-        chunk: _events_pb2.SnapshotChunk | None = ...,
+        number: _builtins.int = ...,
+        batch: _events_pb2.Batch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "holder", b"holder", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "holder", b"holder", "number", b"number", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,7 +483,7 @@ Global___HolderBatch: _TypeAlias = HolderBatch  # noqa: Y015
 
 @_typing.final
 class Prediction(_message.Message):
-    """Blocks that a routed request will leave on a worker; none: the ticket is over."""
+    """A reservation as every replica must know it; `over`: it was released, expired or died."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -488,10 +491,21 @@ class Prediction(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
     holder: _builtins.int
     ticket: _builtins.int
+    """The index's own number for it."""
     hashes: _builtins.bytes
+    """u64 little-endian per block that the worker will hold."""
     ttl_ms: _builtins.int
+    prefill_tokens: _builtins.int
+    router: _builtins.str
+    """Who reserved, so that a router does not count its own twice."""
+    key: _builtins.str
+    over: _builtins.bool
     def __init__(
         self,
         *,
@@ -499,10 +513,14 @@ class Prediction(_message.Message):
         ticket: _builtins.int = ...,
         hashes: _builtins.bytes = ...,
         ttl_ms: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        router: _builtins.str = ...,
+        key: _builtins.str = ...,
+        over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "holder", b"holder", "ticket", b"ticket", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "holder", b"holder", "key", b"key", "over", b"over", "prefill_tokens", b"prefill_tokens", "router", b"router", "ticket", b"ticket", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
