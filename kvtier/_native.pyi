@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from kvtier.types import BytesLike, Integers
 
 ABI_VERSION: int
+SANITIZED: bool
 
 # What this processor can run, best first: the values of a `path` argument, beside "best".
 SHA256_PATHS: tuple[str, ...]
