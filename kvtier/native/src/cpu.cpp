@@ -2,6 +2,9 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace kvtier {
@@ -26,7 +29,14 @@ bool cpu_has_avx512() { return __builtin_cpu_supports("avx512f") != 0 && __built
 
 #else
 
+#if defined(__ARM_FEATURE_SHA2)
+bool cpu_has_sha() { return true; }
+#elif defined(__aarch64__) && defined(__linux__)
+bool cpu_has_sha() { return (getauxval(AT_HWCAP) & HWCAP_SHA2) != 0; }
+#else
 bool cpu_has_sha() { return false; }
+#endif
+
 bool cpu_has_avx2() { return false; }
 bool cpu_has_avx512() { return false; }
 

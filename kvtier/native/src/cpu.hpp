@@ -3,7 +3,7 @@
 
 namespace kvtier {
 
-bool cpu_has_sha();     // x86 SHA instructions with SSSE3 and SSE4.1
+bool cpu_has_sha();     // x86 SHA instructions with SSSE3 and SSE4.1, or ARMv8 SHA2
 bool cpu_has_avx2();    // and an operating system that saves the registers
 bool cpu_has_avx512();  // F and BW, and an operating system that saves the registers
 

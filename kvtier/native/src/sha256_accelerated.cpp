@@ -1,10 +1,10 @@
-// The compression function with the processor's SHA instructions: x86 SHA-NI, ARMv8 SHA2 where the build targets it.
+// The compression function with the processor's SHA instructions: x86 SHA-NI, ARMv8 SHA2.
 #include "cpu.hpp"
 #include "sha256.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__ARM_FEATURE_SHA2)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -63,11 +63,17 @@ KVTIER_SHA void compress_x86(State& state, const std::uint8_t* chunks, std::size
 
 Compress compress_accelerated() { return cpu_has_sha() ? compress_x86 : nullptr; }
 
-#elif defined(__ARM_FEATURE_SHA2)
+#elif defined(__aarch64__)
 
 namespace {
 
-void compress_arm(State& state, const std::uint8_t* chunks, std::size_t count) {
+#if defined(__ARM_FEATURE_SHA2)
+#define KVTIER_SHA  // the build's target has them, as on every Apple processor
+#else
+#define KVTIER_SHA __attribute__((target("+crypto")))
+#endif
+
+KVTIER_SHA void compress_arm(State& state, const std::uint8_t* chunks, std::size_t count) {
   uint32x4_t abcd = vld1q_u32(state.data());
   uint32x4_t efgh = vld1q_u32(state.data() + 4);
   for (std::size_t n = 0; n < count; ++n) {
@@ -97,7 +103,7 @@ void compress_arm(State& state, const std::uint8_t* chunks, std::size_t count) {
 
 }  // namespace
 
-Compress compress_accelerated() { return compress_arm; }
+Compress compress_accelerated() { return cpu_has_sha() ? compress_arm : nullptr; }
 
 #else
 
