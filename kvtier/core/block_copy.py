@@ -20,8 +20,8 @@ def copy_checksum(destination: BytesLike, source: BytesLike) -> int:
 
     Each byte of the source is read once and what is hashed is what was stored, so that a source
     written meanwhile by another process cannot give a good checksum with other bytes. Calls of
-    256 KiB and more store past the CPU's caches. Raises CallerError for read-only destinations,
-    other sizes and overlaps; then nothing was written. O(bytes).
+    256 KiB and more store past the CPU's caches where the destination is 16-byte aligned. Raises
+    CallerError for read-only destinations, other sizes and overlaps; then nothing was written.
     """
     try:
         return _native.copy_checksum(destination, source)

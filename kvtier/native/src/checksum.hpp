@@ -12,6 +12,7 @@ namespace kvtier::xxh3 {
 inline constexpr std::size_t stripe_bytes = 64;
 inline constexpr std::size_t round_bytes = 1024;  // 16 stripes, then a scramble
 inline constexpr std::size_t short_bytes_max = 240;
+inline constexpr std::size_t streamed_alignment = 16;
 
 using Lanes = std::array<std::uint64_t, 8>;
 
@@ -20,8 +21,10 @@ struct Kernel {
   const char* name;
   // Mixes whole rounds into the lanes.
   void (*rounds)(Lanes& lanes, const std::uint8_t* data, std::size_t rounds_count);
-  // The same, and copies them: loads every byte once, so what is hashed is what is stored, whatever a concurrent writer
-  // does to the source. Stores past the caches; `destination` has any alignment. Null where the kernel has none.
+  // The same, and copies them: every byte is loaded once and goes from the register to both, so what is hashed is what
+  // is stored, whatever a concurrent writer does to the source. Stores past the caches; `destination` must be a multiple
+  // of streamed_alignment. (Any alignment by way of a buffer was tried: on some stack addresses it ran at half the speed,
+  // because the buffer's loads waited behind the streamed stores.) Null where the kernel has none.
   void (*rounds_streamed)(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source,
                           std::size_t rounds_count);
 };

@@ -4,8 +4,6 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-#include <cstring>
 #endif
 
 namespace kvtier::xxh3 {
@@ -20,44 +18,7 @@ namespace {
 constexpr int stripes_per_round = 16;
 constexpr int multiplier = static_cast<int>(0x9E3779B1U);
 
-// Gathers rounds into whole cache lines of the destination, whatever its alignment, so that they can be stored past the
-// caches. A line is 64 bytes; up to 63 bytes are carried from one round to the next.
-class LineStage {
- public:
-  explicit LineStage(std::uint8_t* destination)
-      : destination_(destination), carried_(reinterpret_cast<std::uintptr_t>(destination) % line_bytes) {}
-
-  std::uint8_t* slot() { return staged_ + carried_; }  // takes the next round
-
-  struct Lines {
-    std::uint8_t* to;
-    const std::uint8_t* from;
-    std::size_t count;
-  };
-
-  // After a round was put into the slot: the lines that are whole now.
-  Lines whole_lines() {
-    if (written_ != 0 || carried_ == 0) return {destination_ + written_, staged_, round_bytes / line_bytes};
-    const std::size_t head = line_bytes - carried_;  // the destination's first bytes, which share a line with others
-    std::memcpy(destination_, slot(), head);
-    return {destination_ + head, staged_ + line_bytes, round_bytes / line_bytes - 1};
-  }
-
-  void written(const Lines& lines) {
-    written_ = static_cast<std::size_t>(lines.to - destination_) + lines.count * line_bytes;
-    std::memcpy(staged_, staged_ + round_bytes, line_bytes);
-  }
-
-  void finish() const { std::memcpy(destination_ + written_, staged_, carried_); }
-
- private:
-  static constexpr std::size_t line_bytes = 64;
-
-  std::uint8_t* destination_;
-  std::size_t carried_;
-  std::size_t written_ = 0;
-  alignas(line_bytes) std::uint8_t staged_[round_bytes + line_bytes];
-};
+enum class Aligned { to_vector, to_16 };  // what is known of a destination's address
 
 KVTIER_AVX512 inline __m512i mixed(__m512i lanes, __m512i words, __m512i key) {
   const __m512i keyed = _mm512_xor_si512(words, key);
@@ -89,29 +50,43 @@ KVTIER_AVX512 void rounds_avx512(Lanes& result, const std::uint8_t* data, std::s
   _mm512_storeu_si512(result.data(), lanes);
 }
 
-KVTIER_AVX512 void rounds_streamed_avx512(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
-                                          std::size_t rounds_count) {
-  LineStage stage(destination);
+template <Aligned aligned>
+KVTIER_AVX512 inline void stream(std::uint8_t* to, __m512i words) {
+  if constexpr (aligned == Aligned::to_vector) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), words);
+  } else {  // the four parts meet again in the write-combining buffer
+    auto* parts = reinterpret_cast<__m128i*>(to);
+    _mm_stream_si128(parts, _mm512_castsi512_si128(words));
+    _mm_stream_si128(parts + 1, _mm512_extracti32x4_epi32(words, 1));
+    _mm_stream_si128(parts + 2, _mm512_extracti32x4_epi32(words, 2));
+    _mm_stream_si128(parts + 3, _mm512_extracti32x4_epi32(words, 3));
+  }
+}
+
+template <Aligned aligned>
+KVTIER_AVX512 void stream_rounds_avx512(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
+                                        std::size_t rounds_count) {
   __m512i lanes = _mm512_loadu_si512(result.data());
   for (std::size_t round = 0; round < rounds_count; ++round) {
-    std::uint8_t* slot = stage.slot();
 #pragma GCC unroll 16
     for (int n = 0; n < stripes_per_round; ++n) {
       const __m512i words = _mm512_loadu_si512(source + 64 * n);
-      _mm512_storeu_si512(slot + 64 * n, words);
+      stream<aligned>(destination + 64 * n, words);
       lanes = mixed(lanes, words, key512(static_cast<std::size_t>(8 * n)));
     }
     lanes = scrambled(lanes, key512(secret.size() - stripe_bytes));
     source += round_bytes;
-    const LineStage::Lines lines = stage.whole_lines();
-    for (std::size_t i = 0; i < lines.count; ++i) {
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(lines.to + 64 * i), _mm512_load_si512(lines.from + 64 * i));
-    }
-    stage.written(lines);
+    destination += round_bytes;
   }
-  stage.finish();
   _mm_sfence();  // streamed stores are not ordered with later ones that publish the block
   _mm512_storeu_si512(result.data(), lanes);
+}
+
+void rounds_streamed_avx512(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source,
+                            std::size_t rounds_count) {
+  const bool whole = reinterpret_cast<std::uintptr_t>(destination) % 64 == 0;
+  const auto run = whole ? stream_rounds_avx512<Aligned::to_vector> : stream_rounds_avx512<Aligned::to_16>;
+  run(lanes, destination, source, rounds_count);
 }
 
 KVTIER_AVX2 inline __m256i mixed(__m256i lanes, __m256i words, __m256i key) {
@@ -151,19 +126,29 @@ KVTIER_AVX2 void rounds_avx2(Lanes& result, const std::uint8_t* data, std::size_
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(result.data() + 4), high);
 }
 
-KVTIER_AVX2 void rounds_streamed_avx2(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
-                                      std::size_t rounds_count) {
-  LineStage stage(destination);
+template <Aligned aligned>
+KVTIER_AVX2 inline void stream(std::uint8_t* to, __m256i words) {
+  if constexpr (aligned == Aligned::to_vector) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), words);
+  } else {
+    auto* parts = reinterpret_cast<__m128i*>(to);
+    _mm_stream_si128(parts, _mm256_castsi256_si128(words));
+    _mm_stream_si128(parts + 1, _mm256_extracti128_si256(words, 1));
+  }
+}
+
+template <Aligned aligned>
+KVTIER_AVX2 void stream_rounds_avx2(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
+                                    std::size_t rounds_count) {
   __m256i low = load256(result.data());
   __m256i high = load256(result.data() + 4);
   for (std::size_t round = 0; round < rounds_count; ++round) {
-    std::uint8_t* slot = stage.slot();
 #pragma GCC unroll 16
     for (int n = 0; n < stripes_per_round; ++n) {
       const __m256i first = load256(source + 64 * n);
       const __m256i second = load256(source + 64 * n + 32);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(slot + 64 * n), first);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(slot + 64 * n + 32), second);
+      stream<aligned>(destination + 64 * n, first);
+      stream<aligned>(destination + 64 * n + 32, second);
       low = mixed(low, first, load256(secret.data() + 8 * n));
       high = mixed(high, second, load256(secret.data() + 8 * n + 32));
     }
@@ -171,16 +156,18 @@ KVTIER_AVX2 void rounds_streamed_avx2(Lanes& result, std::uint8_t* destination, 
     low = scrambled(low, load256(key));
     high = scrambled(high, load256(key + 32));
     source += round_bytes;
-    const LineStage::Lines lines = stage.whole_lines();
-    for (std::size_t i = 0; i < 2 * lines.count; ++i) {
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(lines.to + 32 * i), load256(lines.from + 32 * i));
-    }
-    stage.written(lines);
+    destination += round_bytes;
   }
-  stage.finish();
   _mm_sfence();
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(result.data()), low);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(result.data() + 4), high);
+}
+
+void rounds_streamed_avx2(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source,
+                          std::size_t rounds_count) {
+  const bool whole = reinterpret_cast<std::uintptr_t>(destination) % 32 == 0;
+  const auto run = whole ? stream_rounds_avx2<Aligned::to_vector> : stream_rounds_avx2<Aligned::to_16>;
+  run(lanes, destination, source, rounds_count);
 }
 
 constexpr Kernel avx2_kernel{"avx2", rounds_avx2, rounds_streamed_avx2};

@@ -37,7 +37,8 @@ std::uint64_t copy_checksum(const xxh3::Kernel& kernel, Stores stores, std::uint
   const std::size_t rounds = xxh3::rounds_before_finish(size);
   const std::size_t done = rounds * xxh3::round_bytes;
   xxh3::Lanes lanes = xxh3::initial_lanes();
-  if (stores == Stores::streamed && kernel.rounds_streamed != nullptr && rounds != 0) {
+  const bool aligned = reinterpret_cast<std::uintptr_t>(destination) % xxh3::streamed_alignment == 0;
+  if (stores == Stores::streamed && kernel.rounds_streamed != nullptr && aligned) {
     kernel.rounds_streamed(lanes, destination, source, rounds);
   } else {
     copy_rounds_cached(kernel, lanes, destination, source, rounds);

@@ -12,7 +12,7 @@ namespace kvtier {
 enum class Stores { cached, streamed };
 
 // A call that moves more than this does not leave its result in the caches: storing past them saves reading the
-// destination's lines first, and leaves the caches to others.
+// destination's lines first, and leaves the caches to others. Destinations that are not 16-byte aligned do without.
 inline constexpr std::size_t streamed_bytes_min = 256 * 1024;
 
 inline Stores stores_for(std::size_t call_bytes) {
