@@ -1,0 +1,106 @@
+"""Whatever Python hands to a native function, it answers, or refuses with ValueError or TypeError.
+
+A crash ends the test run; under `make sanitize` a stray read or write does too.
+"""
+
+import array
+import contextlib
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier import _native
+
+KINDS = ("u1", "i2", "u4", "i4", ">u4", "u8", "i8", "f2", "f8", "?", "O", "c16", "U3")
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> object:
+    """Arrays of odd kinds: strided, reversed, transposed, read-only, unaligned, empty, 0-D."""
+    dtype = np.dtype(draw(st.sampled_from(KINDS)))
+    rows, columns = draw(st.integers(0, 6)), draw(st.integers(0, 6))
+    found: npt.NDArray[np.generic] = np.zeros((rows, columns), dtype)
+    if dtype.kind in "iu":
+        found = np.full((rows, columns), draw(st.integers(0, 9)), dtype)
+    shape = draw(st.sampled_from(["2-D", "flat", "strided", "reversed", "transposed", "unaligned"]))
+    if shape == "flat":
+        found = found.reshape(-1)
+    elif shape == "strided":
+        found = found.reshape(-1)[::2]
+    elif shape == "reversed":
+        found = found.reshape(-1)[::-1]
+    elif shape == "transposed":
+        found = found.T
+    elif shape == "unaligned" and not dtype.hasobject:
+        found = np.frombuffer(b"x" + bytes(4 * dtype.itemsize), dtype, offset=1)
+    if draw(st.booleans()):
+        found.flags.writeable = False
+    return found
+
+
+values = st.one_of(
+    arrays(),
+    st.binary(max_size=40),
+    st.binary(max_size=40).map(bytearray),
+    st.binary(max_size=40).map(lambda data: memoryview(data)),
+    st.binary(max_size=40).map(lambda data: memoryview(data)[::3]),
+    st.binary(min_size=32, max_size=32),
+    st.lists(st.integers(-2, 12), max_size=6),
+    st.lists(st.integers(0, 12), max_size=6).map(tuple),
+    st.lists(st.integers(0, 9), max_size=6).map(lambda items: array.array("I", items)),
+    st.lists(st.binary(max_size=9).map(bytearray), max_size=4),
+    st.integers(-3, 40),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.none(),
+    st.booleans(),
+    st.dictionaries(st.integers(-1, 3), st.binary(max_size=9), max_size=3),
+    st.just(object()),
+)
+
+RESULTS: dict[str, type] = {
+    "prefix_chain": tuple,
+    "prefix_chain_hashes": bytes,
+    "checksum": int,
+    "copy_checksum": int,
+    "copy_checksum_many": bytes,
+    "copy_checksum_pairs": bytes,
+    "gather_blocks": type(None),
+    "scatter_blocks": type(None),
+}
+
+
+@settings(max_examples=600)
+@given(
+    name=st.sampled_from(sorted(RESULTS)),
+    arguments=st.lists(values, min_size=1, max_size=5),
+)
+def test_any_arguments_are_answered_or_refused(name: str, arguments: list[object]) -> None:
+    with contextlib.suppress(ValueError, TypeError):
+        assert isinstance(getattr(_native, name)(*arguments), RESULTS[name])
+
+
+@settings(max_examples=150)
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["allocate", "allocate_up_to", "free", "quarantine", "release_quarantine"]
+            ),
+            values,
+        ),
+        max_size=8,
+    )
+)
+def test_slot_allocator_keeps_its_counts_whatever_it_is_handed(
+    calls: list[tuple[str, object]],
+) -> None:
+    allocator = _native.SlotAllocator(8)
+    for method, argument in calls:
+        with contextlib.suppress(ValueError, TypeError):
+            getattr(allocator, method)(argument)
+    counted = allocator.free_count + allocator.used_count + allocator.quarantined_count
+    assert counted == allocator.slots_count == 8
