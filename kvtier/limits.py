@@ -133,3 +133,17 @@ METRICS_REQUEST_MS_MAX: Final = 5000
 """To send a request, and again to take the answer."""
 SPANS_QUEUED_COUNT_MAX: Final = 2048
 SPAN_EXPORT_MS_MAX: Final = 3000
+
+# Planner
+PLANNER_BLOCKS_MAX: Final = 1 << 22
+"""Blocks that one store's planner keeps books of."""
+PLANNER_TRANSFERS_MAX: Final = 1 << 16
+"""Puts, fetches and promotions under way, and as many demotions."""
+PLANNER_QUOTAS_MAX: Final = 1024
+"""Scopes with a quota, times tiers."""
+PLANNER_EVICTIONS_MAX: Final = 1024
+"""Blocks that one call of the planner looks at to make room."""
+PINS_COUNT_MAX: Final = 4096
+PIN_KEYS_MAX: Final = 4096
+"""Keys of one pin."""
+PIN_TTL_S_MAX: Final = 86_400
