@@ -1,4 +1,8 @@
 from collections.abc import Sequence
+from typing import TypeAlias, TypedDict
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.types import BytesLike, Integers
 
@@ -62,3 +66,91 @@ class SlotAllocator:
     def used_count(self) -> int: ...
     @property
     def quarantined_count(self) -> int: ...
+
+_Counts: TypeAlias = tuple[int, int, int, int, int]
+"""stored, removed, unknown, refused, evicted"""
+
+class _IndexStats(TypedDict):  # shape of a plain dict; no class at runtime
+    blocks: int
+    holdings: int
+    predicted: int
+    pages: int
+    tickets: int
+    bytes: int
+    evicted: int
+    matches: int
+    blocks_queried: int
+    blocks_found: int
+    holders: list[tuple[int, bool, tuple[int, int, int, int], int]]
+
+class MatchResult:
+    @property
+    def blocks_queried(self) -> int: ...
+    @property
+    def blocks_found(self) -> int: ...
+    @property
+    def workers(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def tokens(self) -> npt.NDArray[np.uint64]: ...
+    @property
+    def run_offsets(self) -> npt.NDArray[np.uint32]: ...
+    @property
+    def run_sources(self) -> npt.NDArray[np.uint8]: ...
+    @property
+    def run_blocks(self) -> npt.NDArray[np.uint32]: ...
+    def __len__(self) -> int: ...
+
+class PrefixIndex:
+    def __init__(
+        self,
+        bytes_max: int,
+        holders_max: int,
+        shards_max: int,
+        block_tokens_max: int,
+        batch_events_max: int,
+        batch_blocks_max: int,
+        match_blocks_max: int,
+        copies_max: int,
+        tickets_per_worker_max: int,
+    ) -> None: ...
+    def add_holder(
+        self,
+        holder: int,
+        kind: int,
+        node: int,
+        namespaces: Sequence[int],
+        pool: int,
+        block_tokens: int,
+    ) -> None: ...
+    def remove_holder(self, holder: int) -> None: ...
+    def hide(self, holder: int) -> None: ...
+    def resume(self, holder: int) -> None: ...
+    def holders(self) -> list[int]: ...
+    def apply(
+        self,
+        holder: int,
+        shard: int,
+        kinds: Integers,
+        tiers: Integers,
+        lengths: Integers,
+        parents: Integers,
+        hashes: Integers,
+    ) -> _Counts: ...
+    def store(
+        self, holder: int, tier: int, shard: int, hashes: Integers, parent: int = 0
+    ) -> _Counts: ...
+    def remove(self, holder: int, tier: int, shard: int, hashes: Integers) -> _Counts: ...
+    def clear(self, holder: int, tier: int | None = None, shard: int | None = None) -> int: ...
+    def match(self, hashes: Integers, pool: int = -1) -> MatchResult: ...
+    def match_many(self, queries: Sequence[Integers], pool: int = -1) -> list[MatchResult]: ...
+    def snapshot(
+        self, holder: int, tier: int, shard: int
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]: ...
+    def load(
+        self, holder: int, tier: int, shard: int, hashes: Integers, run_lengths: Integers
+    ) -> _Counts: ...
+    def digest(self, holder: int, tier: int, shard: int) -> tuple[int, int]: ...
+    def predict(self, worker: int, hashes: Integers, ticket: int, expires_at: float) -> None: ...
+    def release(self, ticket: int) -> bool: ...
+    def expire(self, now: float) -> int: ...
+    def stats(self) -> _IndexStats: ...

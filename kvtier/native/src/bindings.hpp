@@ -5,6 +5,7 @@
 
 namespace kvtier {
 
+void bind_prefix_index(nanobind::module_& m);
 void bind_version(nanobind::module_& m);
 void bind_chain(nanobind::module_& m);
 void bind_checksum(nanobind::module_& m);

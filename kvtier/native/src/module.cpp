@@ -5,6 +5,7 @@
 
 NB_MODULE(_native, m) {
   m.doc() = "Native core of kvtier; every class and function has a pure-Python twin with the same interface.";
+  kvtier::bind_prefix_index(m);
   kvtier::bind_version(m);
   kvtier::bind_chain(m);
   kvtier::bind_checksum(m);
