@@ -47,6 +47,8 @@ SHARDS_COUNT_MAX: Final = 64
 INDEX_BYTES_MAX: Final = 64 << 30
 MATCH_BLOCKS_MAX: Final = 1 << 20
 """Blocks of one match query."""
+MATCH_QUERIES_MAX: Final = 1024
+"""Queries of one Match call."""
 BATCH_BLOCKS_MAX: Final = 1 << 16
 """Block hashes in one event batch."""
 BATCH_EVENTS_MAX: Final = 1 << 14

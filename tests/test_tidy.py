@@ -24,7 +24,6 @@ PRINTERS = {"kvtier/cli.py", "kvtier/bench/report.py"}
 ENVIRONMENT_READERS = {"kvtier/config.py"}
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
 WALL_CLOCK_READERS = {
-    "kvtier/telemetry.py": "log records carry wall time",
     "kvtier/security/clock.py": "certificates and tokens expire by wall time",
 }
 BROAD = {"Exception", "BaseException"}

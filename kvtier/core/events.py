@@ -248,6 +248,10 @@ class Acceptor(Generic[Payload]):
             reasons.add(DegradedReason.GAP_PENDING)
         return frozenset(reasons)
 
+    def has_fenced(self, epoch: Epoch) -> bool:
+        """Whether this epoch is dead: its messages change nothing any more. Mutates nothing."""
+        return self._is_dead(epoch)
+
     # ---- messages
 
     def hello(self, message: Hello, now: float) -> Outcome[Payload]:

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import limits
+from kvtier.core.event_columns import EventKind
 from kvtier.core.prefix_index import (
     ANY_POOL,
     TIERS_OF_KIND,
     ApplyResult,
     Digest,
-    EventBatch,
-    EventKind,
+    EventColumns,
     HolderSpec,
     HolderStats,
     IndexStats,
@@ -109,7 +109,7 @@ class NaivePrefixIndex:
     def holders(self) -> list[HolderId]:
         return sorted(self._holders)
 
-    def apply(self, holder: HolderId, shard: int, batch: EventBatch) -> ApplyResult:
+    def apply(self, holder: HolderId, shard: int, batch: EventColumns) -> ApplyResult:
         self._shard(holder, shard)
         events = self._checked(holder, batch)
         parts = []
@@ -356,7 +356,7 @@ class NaivePrefixIndex:
         if tier not in TIERS_OF_KIND[self._holder(holder).spec.kind]:
             raise CallerError(f"holder {holder} has no tier {tier}")
 
-    def _checked(self, holder: HolderId, batch: EventBatch) -> list[tuple[int, int, list[int]]]:
+    def _checked(self, holder: HolderId, batch: EventColumns) -> list[tuple[int, int, list[int]]]:
         """The events of a batch as (kind, tier, hashes)."""
         kinds = _integers("kinds", batch.kinds, 8)
         tiers = _integers("tiers", batch.tiers, 8)

@@ -8,7 +8,6 @@ and sequences (kvtier.core.events), which worker to choose (kvtier.core.scoring)
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -50,31 +49,24 @@ TIERS_OF_KIND: Final = {
 """Where a holder of a kind may hold blocks."""
 
 
-class EventKind(IntEnum):
-    """What an event of a batch does."""
-
-    STORE = 0
-    REMOVE = 1
-    CLEAR_TIER = 2
-    """Everything of this shard in this tier goes."""
-    CLEAR_ALL = 3
-    """Everything of this shard goes; the event's tier is ignored."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class EventBatch:
-    """n events as columns.
+class EventColumns(Protocol):
+    """n events as columns; `kvtier.core.event_columns.EventBatch` is one.
 
     kinds: u8[n], EventKind. tiers: u8[n]. lengths: u32[n], blocks of each event, 0 for clears.
     parents: u64[n], the hash before a store's first block, 0 for none or unknown: a hint where to
     place blocks, never needed for a match. hashes: u64[sum(lengths)].
     """
 
-    kinds: Packed
-    tiers: Packed
-    lengths: Packed
-    parents: Packed
-    hashes: Packed
+    @property
+    def kinds(self) -> Packed: ...
+    @property
+    def tiers(self) -> Packed: ...
+    @property
+    def lengths(self) -> Packed: ...
+    @property
+    def parents(self) -> Packed: ...
+    @property
+    def hashes(self) -> Packed: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,7 +202,7 @@ class PrefixIndex(Protocol):
         """All holders, ascending, hidden ones included."""
         ...
 
-    def apply(self, holder: HolderId, shard: int, batch: EventBatch) -> ApplyResult:
+    def apply(self, holder: HolderId, shard: int, batch: EventColumns) -> ApplyResult:
         """Applies a batch in order; a batch that is refused changes nothing. O(blocks)."""
         ...
 
@@ -329,7 +321,7 @@ class NativePrefixIndex:
     def holders(self) -> list[HolderId]:
         return [HolderId(holder) for holder in self._native.holders()]
 
-    def apply(self, holder: HolderId, shard: int, batch: EventBatch) -> ApplyResult:
+    def apply(self, holder: HolderId, shard: int, batch: EventColumns) -> ApplyResult:
         try:
             counts = self._native.apply(
                 holder, shard, batch.kinds, batch.tiers, batch.lengths, batch.parents, batch.hashes

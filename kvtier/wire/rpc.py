@@ -4,6 +4,8 @@ A table instead of generated stubs, so that a server can be asked for every meth
 access policy is tested against this) and a hot path can give bytes that are already serialized.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtier.core.prefix_index import EventKind, HolderSpec
+from kvtier.core.event_columns import EventKind
+from kvtier.core.prefix_index import HolderSpec
 from kvtier.types import HolderId, HolderKind, Source, Tier
 from tests.support.index_pair import IndexPair, batch, shared, store, worker
 

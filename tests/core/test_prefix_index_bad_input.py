@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from kvtier import limits
+from kvtier.core.event_columns import EventKind
 from kvtier.core.naive_index import NaivePrefixIndex
 from kvtier.core.prefix_index import (
-    EventBatch,
-    EventKind,
     HolderSpec,
     NativePrefixIndex,
     PrefixIndex,
@@ -19,7 +18,7 @@ from kvtier.core.prefix_index import (
 )
 from kvtier.errors import CallerError
 from kvtier.types import HolderId, HolderKind, Tier
-from tests.support.index_pair import batch, shared, store, worker
+from tests.support.index_pair import Columns, batch, shared, store, worker
 
 ZERO = HolderId(0)
 MANY = np.arange(8, dtype=np.uint64)
@@ -76,7 +75,7 @@ def test_hashes_of_a_wrong_form_are_refused_everywhere(index: PrefixIndex, bad: 
     refused(index, lambda: index.store(ZERO, Tier.GPU, 0, hashes))
     refused(index, lambda: index.remove(ZERO, Tier.GPU, 0, hashes))
     refused(index, lambda: index.predict(ZERO, hashes, 1, 1.0))
-    refused(index, lambda: index.apply(ZERO, 0, EventBatch(*columns, hashes)))
+    refused(index, lambda: index.apply(ZERO, 0, Columns(*columns, hashes)))
     lengths = np.ones(1, np.uint32)
     refused(index, lambda: index.load(ZERO, Tier.GPU, 0, Snapshot(hashes, lengths)))
 
@@ -185,12 +184,12 @@ def test_a_holder_is_added_once_and_within_the_ceiling(index: PrefixIndex) -> No
 def test_a_batch_with_one_bad_event_changes_nothing(
     index: PrefixIndex, columns: tuple[list[int], ...]
 ) -> None:
-    refused(index, lambda: index.apply(ZERO, 0, EventBatch(*columns)))
+    refused(index, lambda: index.apply(ZERO, 0, Columns(*columns)))
 
 
 def test_calls_beyond_a_ceiling_are_refused(index: PrefixIndex) -> None:
     events = limits.BATCH_EVENTS_MAX + 1
-    empty = EventBatch(bytes(events), bytes(events), bytes(4 * events), bytes(8 * events), b"")
+    empty = Columns(bytes(events), bytes(events), bytes(4 * events), bytes(8 * events), b"")
     blocks = bytes(8 * (limits.BATCH_BLOCKS_MAX + 1))
     refused(index, lambda: index.apply(ZERO, 0, empty))
     refused(index, lambda: index.store(ZERO, Tier.GPU, 0, blocks))

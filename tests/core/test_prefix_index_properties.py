@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.core.prefix_index import EventBatch, EventKind, HolderSpec
+from kvtier.core.event_columns import EventKind
+from kvtier.core.prefix_index import HolderSpec
 from kvtier.types import HolderId, HolderKind, Tier
-from tests.support.index_pair import Event, IndexPair, batch, rows
+from tests.support.index_pair import Columns, Event, IndexPair, batch, rows
 
 HOLDERS = st.integers(0, 7)
 EDGE_HASHES = (0, 1, 2**64 - 1)
@@ -214,7 +215,7 @@ def test_a_batch_of_packed_bytes_does_what_its_arrays_do() -> None:
     pair.add(0, HolderSpec(HolderKind.WORKER, 0, (0,), 0, 16))
     arrays = batch((EventKind.STORE, Tier.GPU, 0, [5, 6, 7]), (EventKind.REMOVE, Tier.GPU, 0, [6]))
     columns = (arrays.kinds, arrays.tiers, arrays.lengths, arrays.parents, arrays.hashes)
-    packed = EventBatch(*(np.asarray(column).tobytes() for column in columns))
+    packed = Columns(*(np.asarray(column).tobytes() for column in columns))
     pair.both(lambda index: index.apply(HolderId(0), 0, packed))
     pair.check()
     assert pair.match([5, 6, 7])[0][0] == 16

@@ -7,15 +7,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvtier.core.event_columns import EventBatch, EventKind
 from kvtier.core.naive_index import NaivePrefixIndex
 from kvtier.core.prefix_index import (
     ANY_POOL,
     TIERS_OF_KIND,
-    EventBatch,
-    EventKind,
+    EventColumns,
     HolderSpec,
     MatchResult,
     NativePrefixIndex,
+    Packed,
     PrefixIndex,
     runs_of,
 )
@@ -23,6 +24,19 @@ from kvtier.errors import CallerError
 from kvtier.types import HolderId, HolderKind, Source, Tier
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Columns of any kind of buffer, broken ones too."""
+
+    kinds: Packed
+    tiers: Packed
+    lengths: Packed
+    parents: Packed
+    hashes: Packed
+
+
 Lane = tuple[HolderId, Tier, int]
 Event = tuple[EventKind, Tier, int, Sequence[int]]
 """kind, tier, parent, hashes"""
@@ -98,7 +112,7 @@ class IndexPair:
     def remove(self, lane: Lane, blocks: Sequence[int]) -> None:
         self.both(lambda index: index.remove(*lane, blocks))
 
-    def apply(self, lane: Lane, events: EventBatch) -> None:
+    def apply(self, lane: Lane, events: EventColumns) -> None:
         self.both(lambda index: index.apply(lane[0], lane[2], events))
 
     def clear(self, lane: Lane) -> None:

@@ -1,0 +1,292 @@
+"""The index on grpc.aio: each RPC turns messages into calls of `IndexState` and back.
+
+Everything runs on one event loop; native calls release the GIL. What must not live here:
+decisions (state.py), what receivers are told (broadcast.py), configuration (main.py).
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from kvtier.core.identity import Pool
+from kvtier.core.prefix_index import MatchResult
+from kvtier.core.reservations import Reservation, ReserveVerdict, RouterLife
+from kvtier.errors import CallerError, ForbiddenError, KvtierError, LimitError, OverloadedError
+from kvtier.limits import BATCH_BLOCKS_MAX, MATCH_QUERIES_MAX
+from kvtier.security.guard import caller
+from kvtier.security.roles import AccessRole
+from kvtier.types import Epoch, HolderId, InstanceId, PrefixHash, Tier
+from kvtier.wire import convert, rpc
+from kvtier.wire import messages as pb
+from kvtier_services.index.broadcast import Broadcast, Follower, Watcher
+from kvtier_services.index.feed import Receiver
+from kvtier_services.index.metrics import IndexMetrics
+from kvtier_services.index.publishing import PublishStream
+from kvtier_services.index.state import IndexState
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+FEED_IDLE_S: Final = 0.5
+FEED_QUEUED_BYTES_MAX: Final = 256 << 20
+WATCH_QUEUED_BYTES_MAX: Final = 16 << 20
+TOKEN_MATCH_ROLES: Final = frozenset({AccessRole.ROUTER, AccessRole.OPERATOR, AccessRole.LOCAL})
+"""Who may ask by tokens, about any scope. By hashes one can ask only about what one can name."""
+
+
+class IndexService:
+    """Handlers of kvtier.v1.Index over one state. `handler()` is what a server serves."""
+
+    def __init__(
+        self,
+        state: IndexState,
+        broadcast: Broadcast,
+        metrics: IndexMetrics,
+        clock: Callable[[], float],
+        welcome: pb.Welcome,
+    ) -> None:
+        self._state = state
+        self._broadcast = broadcast
+        self._metrics = metrics
+        self._clock = clock
+        self._welcome = welcome
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        return rpc.service_handler(
+            rpc.INDEX,
+            {
+                "Publish": self.publish,
+                "Match": self.match,
+                "Reserve": self.reserve,
+                "Release": self.release,
+                "Snapshot": self.snapshot,
+                "WatchFleet": self.watch_fleet,
+                "Stats": self.stats,
+            },
+        )
+
+    # ---- publishers
+
+    async def publish(self, _: AsyncIterator[pb.PublishRequest], context: Context) -> None:
+        with self._metrics.open_stream("publish"):
+            await PublishStream(self._state, self._clock, self._welcome, self._metrics).serve(
+                context
+            )
+
+    # ---- queries
+
+    async def match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
+        response = pb.MatchResponse(index_epoch=self._broadcast.index_epoch)
+        numbers: dict[int, int] = {}
+        try:
+            if len(request.queries) > MATCH_QUERIES_MAX:
+                raise LimitError(f"{len(request.queries)} queries exceed {MATCH_QUERIES_MAX}")
+            began = self._clock()
+            for query in request.queries:
+                for result in self._results(query):
+                    self._add(response, result, numbers)
+            self._metrics.match_took(self._clock() - began)
+        except KvtierError as error:
+            await refuse(context, error)
+        return response
+
+    def _results(self, query: pb.MatchQuery) -> list[MatchResult]:
+        """One result for a query by hashes, one per chain for a query by tokens."""
+        fleet = self._state.fleet
+        if not query.served_name:
+            pool = self._pool(query.pool) if query.pool else None
+            return [fleet.match(convert.query_hashes(query), pool)]
+        if caller().role not in TOKEN_MATCH_ROLES:
+            raise ForbiddenError("only routers and operators match by tokens")
+        tokens = convert.query_tokens(query)
+        name = query.adapter or query.served_name
+        matched = fleet.match_tokens(name, tokens, query.scope_salt or None)
+        return [result for _, result in matched]
+
+    def _pool(self, name: bytes) -> Pool:
+        for pool in self._state.fleet.pools():
+            if convert.pool_name(pool) == name:
+                return pool
+        raise CallerError("the pool is not known")
+
+    def _add(
+        self, response: pb.MatchResponse, result: MatchResult, numbers: dict[int, int]
+    ) -> None:
+        workers = result.workers.tolist()
+        for holder in workers:
+            if holder not in numbers:
+                numbers[holder] = len(numbers)
+                response.workers.append(self._worker_ref(HolderId(holder)))
+        named = np.array([numbers[holder] for holder in workers], dtype="<u4")
+        response.results.append(
+            pb.MatchResult(
+                workers=named.tobytes(),
+                tokens=result.tokens.astype("<u8", copy=False).tobytes(),
+                run_offsets=result.run_offsets.astype("<u4", copy=False).tobytes(),
+                run_sources=result.run_sources.tobytes(),
+                run_blocks=result.run_blocks.astype("<u4", copy=False).tobytes(),
+                queried_blocks=result.blocks_queried,
+            )
+        )
+        self._metrics.matched(result)
+
+    def _worker_ref(self, holder: HolderId) -> pb.WorkerRef:
+        info = self._state.fleet.record(holder).info
+        card = info.card
+        trust, _ = self._state.trust(holder)
+        return pb.WorkerRef(
+            instance=info.instance,
+            dp_rank=info.dp_rank,
+            trust=convert.trust_to(trust),
+            block_tokens=card.block_tokens if card is not None else 0,
+        )
+
+    # ---- routers
+
+    async def reserve(self, _: AsyncIterator[pb.ReserveRequest], context: Context) -> None:
+        router: RouterLife | None = None
+        try:
+            while (request := await context.read()) is not grpc.aio.EOF:
+                kind = request.WhichOneof("message")
+                if kind == "hello":
+                    router = RouterLife(request.hello.router, Epoch(request.hello.epoch))
+                    continue
+                if router is None:
+                    raise CallerError("a Reserve stream begins with RouterHello")
+                if kind == "reserve":
+                    await context.write(self._reserve(router, request.reserve))
+                elif kind == "release_key":
+                    self._state.release(router, request.release_key)
+        except KvtierError as error:
+            await refuse(context, error)
+        finally:
+            if router is not None:
+                self._state.router_gone(router)
+
+    def _reserve(self, router: RouterLife, message: pb.Reservation) -> pb.ReserveResponse:
+        worker = self._state.fleet.find_worker(InstanceId(message.instance), message.dp_rank)
+        if worker is None:
+            return pb.ReserveResponse(key=message.key, granted=False, reason="unknown_worker")
+        hashes = convert.u64_column("predicted_hashes", message.predicted_hashes, BATCH_BLOCKS_MAX)
+        wanted = Reservation(
+            router=router,
+            key=message.key,
+            worker=worker,
+            prefill_tokens=message.prefill_tokens,
+            ttl_ms=message.ttl_ms,
+            blocks=tuple(PrefixHash(one) for one in hashes.tolist()),
+        )
+        verdict = self._state.reserve(wanted, self._clock())
+        self._metrics.reserved(verdict)
+        granted = verdict in {ReserveVerdict.GRANTED, ReserveVerdict.REPEATED}
+        return pb.ReserveResponse(
+            key=message.key,
+            granted=granted,
+            reason="" if granted else verdict.value,
+            worker_prefill_tokens=self._state.reserved(worker).prefill_tokens,
+        )
+
+    async def release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        try:
+            router = RouterLife(request.router, Epoch(request.epoch))
+            released = sum(self._state.release(router, key) for key in request.keys)
+        except KvtierError as error:
+            await refuse(context, error)
+        return pb.ReleaseResponse(released=released)
+
+    # ---- replicas and watchers
+
+    async def snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[bytes]:
+        receiver = Receiver(FEED_QUEUED_BYTES_MAX)
+        follower = Follower(receiver, frozenset(request.models))
+        self._broadcast.followers.add(follower)
+        sending = asyncio.create_task(self._feed(follower, follow=request.follow))
+        try:
+            with self._metrics.open_stream("snapshot"):
+                async for message in receiver.messages(FEED_IDLE_S):
+                    yield message if message is not None else self._broadcast.heartbeat()
+        except OverloadedError as error:
+            self._metrics.cut_off()
+            await refuse(context, error)
+        finally:
+            self._broadcast.followers.discard(follower)
+            receiver.close()
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+
+    async def _feed(self, follower: Follower, *, follow: bool) -> None:
+        await self._broadcast.catch_up(follower)
+        if not follow:
+            self._broadcast.followers.discard(follower)
+            follower.receiver.finish()
+
+    async def watch_fleet(
+        self, request: pb.WatchFleetRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        receiver = Receiver(WATCH_QUEUED_BYTES_MAX)
+        watcher = Watcher(receiver, frozenset(request.models))
+        for message in self._broadcast.current_fleet(watcher):
+            receiver.offer(message)
+        self._broadcast.watchers.add(watcher)
+        try:
+            with self._metrics.open_stream("watch"):
+                async for event in receiver.messages(FEED_IDLE_S):
+                    if event is not None:
+                        yield event
+        except OverloadedError as error:
+            self._metrics.cut_off()
+            await refuse(context, error)
+        finally:
+            self._broadcast.watchers.discard(watcher)
+            receiver.close()
+
+    # ---- operators
+
+    async def stats(self, _: pb.StatsRequest, __: Context) -> pb.StatsResponse:
+        state, index = self._state, self._state.fleet.index
+        sizes = index.stats()
+        return pb.StatsResponse(
+            index_epoch=self._broadcast.index_epoch,
+            blocks=sizes.blocks,
+            holdings=sizes.holdings,
+            index_bytes=sizes.bytes,
+            nodes=sizes.pages,
+            holders=[self._holder_stats(record.holder) for record in state.fleet.records()],
+            events=[pb.NamedCount(name=name, count=count) for name, count in state.counts.named()],
+            queried_blocks=self._metrics.queried_blocks_count,
+            matched_blocks=self._metrics.matched_blocks_count,
+            position=self._broadcast.position,
+            followers=len(self._broadcast.followers),
+        )
+
+    def _holder_stats(self, holder: HolderId) -> pb.HolderStats:
+        state = self._state
+        record = state.fleet.record(holder)
+        tiers, events, last_seq = [], [], 0
+        blocks: Counter[Tier] = Counter()
+        for shard, _ in state.streams(holder):
+            blocks.update(state.held((holder, shard)))
+        for tier, count in blocks.items():
+            held_bytes = count * record.info.block_bytes
+            tiers.append(pb.TierStats(tier=tier, blocks=count, bytes=held_bytes))
+        for _, stream in state.streams(holder):
+            last_seq = max(last_seq, stream.acceptor.applied_seq)
+            events += [
+                pb.NamedCount(name=verdict.value, count=count)
+                for verdict, count in stream.acceptor.counts.items()
+                if count
+            ]
+        return pb.HolderStats(
+            holder=self._broadcast.describe(record), tiers=tiers, events=events, last_seq=last_seq
+        )
+
+
+async def refuse(context: Context, error: KvtierError) -> None:
+    """End a call with the status that the error's class has; raises grpc's abort."""
+    await context.abort(grpc.StatusCode[error.grpc_status], str(error))

@@ -1,0 +1,473 @@
+"""What the index knows and how messages change it: the core's decisions, carried out.
+
+Holds the fleet (holders by name over the prefix index), one acceptor per stream, the leases and
+the reservations. Every change of interest to others goes to `Changes`. Called from one thread;
+`now` is monotonic seconds.
+
+What must not live here: gRPC, asyncio, clocks (service.py), the queues of receivers (feed.py).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kvtier.core.event_columns import EventBatch, EventKind
+from kvtier.core.event_messages import (
+    Batch,
+    Digest,
+    Heartbeat,
+    Hello,
+    SnapshotChunk,
+    TierDigest,
+)
+from kvtier.core.events import (
+    Acceptor,
+    Action,
+    ApplyBatch,
+    ClearStream,
+    DegradedReason,
+    DiscardStaged,
+    Outcome,
+    ReplaceWithSnapshot,
+    StageChunk,
+    Verdict,
+)
+from kvtier.core.fleet import Fleet, HolderInfo, HolderRecord
+from kvtier.core.membership import Forget, Hide, LeaseConfig, Leases, LeaseState, Renewal
+from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex, Snapshot
+from kvtier.core.reservations import (
+    Reservation,
+    ReservationConfig,
+    Reservations,
+    ReserveVerdict,
+    RouterLife,
+    WorkerTotals,
+)
+from kvtier.errors import CallerError, IdentityError, LimitError
+from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
+
+Stream = tuple[HolderId, int]
+"""(holder, shard): what has an epoch, a sequence and a lease of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker says it is doing; all zero before its first heartbeat."""
+
+    running_requests: int = 0
+    waiting_requests: int = 0
+    queued_prefill_tokens: int = 0
+    running_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+
+
+class Changes(Protocol):
+    """Who is told what changed. Called synchronously, after the change."""
+
+    def holder_joined(self, holder: HolderId) -> None: ...
+    def holder_changed(self, holder: HolderId) -> None: ...
+    def holder_hidden(self, holder: HolderId) -> None: ...
+    def holder_resumed(self, holder: HolderId) -> None: ...
+    def holder_left(self, record: HolderRecord) -> None: ...
+    def batch_applied(self, stream: Stream, batch: EventBatch) -> None: ...
+    def stream_replaced(self, stream: Stream) -> None: ...
+    def reserved(self, ticket: int, reservation: Reservation) -> None: ...
+    def reservation_over(self, ticket: int, reservation: Reservation) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """`holder_blocks_max`: copies that one stream may hold, a flood beyond it is cut off."""
+
+    lease: LeaseConfig = field(default_factory=LeaseConfig)
+    reservations: ReservationConfig = field(default_factory=ReservationConfig)
+    holder_blocks_max: int = 64 << 20
+
+
+@dataclass(slots=True)
+class StreamState:
+    """One (holder, shard): read it, do not write."""
+
+    acceptor: Acceptor[EventBatch] = field(default_factory=Acceptor)
+    staged: list[EventBatch] = field(default_factory=list)
+    load: Load = Load()
+    heard_at: float = 0.0
+    trust: Trust = Trust.DEGRADED
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counters of the whole index; events, not messages, where a batch carries several."""
+
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
+    events_applied: int = 0
+    blocks_stored: int = 0
+    blocks_removed: int = 0
+    blocks_unknown: int = 0
+    blocks_evicted: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def named(self) -> Iterator[tuple[str, int]]:
+        """All of them by name, for statistics."""
+        yield "applied", self.events_applied
+        yield "blocks_stored", self.blocks_stored
+        yield "blocks_removed", self.blocks_removed
+        yield "unresolved_unknown_block", self.blocks_unknown
+        yield "blocks_evicted", self.blocks_evicted
+        yield from ((verdict.value, self.verdicts[verdict]) for verdict in Verdict)
+        yield from ((f"refused_{reason}", count) for reason, count in self.refused.items())
+
+
+class IndexState:
+    """The index; mutated by every message of a publisher or router, and by `tick`."""
+
+    def __init__(self, index: PrefixIndex, config: StateConfig, changes: Changes) -> None:
+        self.fleet = Fleet(index)
+        self.counts = Counts()
+        self._index = index
+        self._config = config
+        self._changes = changes
+        self._streams: dict[Stream, StreamState] = {}
+        self._leases: Leases[Stream] = Leases(config.lease)
+        self._reservations = Reservations(config.reservations)
+        self._tickets: dict[tuple[RouterLife, str], int] = {}
+        self._reserved: dict[HolderId, dict[int, tuple[Reservation, float]]] = {}
+        """Per worker: ticket -> (reservation, when it expires)."""
+        self._next_ticket = 1
+
+    # ---- publishers
+
+    def hello(
+        self, info: HolderInfo, message: Hello, now: float
+    ) -> tuple[Stream, Outcome[EventBatch]]:
+        """A stream introduces itself. Raises IdentityError with both values if refused.
+
+        A contradiction with shards of the same holder that are all silent is a restart with
+        another description: their holder is forgotten first.
+        """
+        known = self.fleet.find(info.key)
+        if known is not None and self._is_dead_epoch((known, info.shard_index), message.epoch):
+            return self._fenced((known, info.shard_index), message, now)
+        try:
+            holder = self.fleet.join(info)
+        except IdentityError:
+            self.counts.refused["contradiction"] += 1
+            if known is None or self._is_alive(known, besides=info.shard_index):
+                raise
+            self._forget_holder(known)
+            holder = self.fleet.join(info)
+        stream = (holder, info.shard_index)
+        is_new = holder != known
+        state = self._streams.setdefault(stream, StreamState())
+        outcome = self._carry_out(stream, state.acceptor.hello(message, now))
+        self._renew(stream, now)
+        if is_new:
+            self._changes.holder_joined(holder)
+        else:
+            self._changes.holder_changed(holder)
+        return stream, outcome
+
+    def batch(self, stream: Stream, message: Batch[EventBatch], now: float) -> Outcome[EventBatch]:
+        """Numbered events of a stream. LimitError once the stream holds too much."""
+        state = self._stream(stream)
+        if not self._fits(stream, message.payload):
+            return self.undecodable(stream, message.epoch, now)
+        outcome = self._carry_out(stream, state.acceptor.batch(message, now))
+        if outcome.verdict is Verdict.APPLY:
+            state.heard_at = now
+            self._renew(stream, now)
+        return outcome
+
+    def undecodable(self, stream: Stream, epoch: Epoch, now: float) -> Outcome[EventBatch]:
+        """A batch that could not be read: the stream is DEGRADED until a snapshot repairs it."""
+        return self._carry_out(stream, self._stream(stream).acceptor.undecodable(epoch, now))
+
+    def heartbeat(
+        self, stream: Stream, message: Heartbeat, load: Load, now: float
+    ) -> Outcome[EventBatch]:
+        """Keeps the lease of a stream and notices what got lost."""
+        state = self._stream(stream)
+        held = self._digest(stream) if message.digest is not None else None
+        outcome = self._carry_out(stream, state.acceptor.heartbeat(message, held, now))
+        if outcome.verdict is not Verdict.FENCED:
+            state.heard_at = now
+            changed = load != state.load
+            state.load = load
+            self._renew(stream, now)
+            if changed:
+                self._changes.holder_changed(stream[0])
+        return outcome
+
+    def snapshot(
+        self, stream: Stream, message: SnapshotChunk[EventBatch], now: float
+    ) -> Outcome[EventBatch]:
+        """A piece of everything that a stream holds; swapped in when it is whole."""
+        state = self._stream(stream)
+        if not self._fits(stream, message.payload):
+            return self.undecodable(stream, message.mark.epoch, now)
+        outcome = self._carry_out(stream, state.acceptor.snapshot_chunk(message, now))
+        if outcome.verdict is not Verdict.FENCED:
+            self._renew(stream, now)
+        return outcome
+
+    def disconnected(self, stream: Stream) -> None:
+        """A stream's connection is gone, a half-sent snapshot with it; its lease runs on."""
+        if stream in self._streams:
+            for action in self._streams[stream].acceptor.disconnect():
+                self._act(stream, action)
+
+    def goodbye(self, stream: Stream) -> None:
+        """A publisher leaves on purpose: no lease, no grace. Idempotent."""
+        if stream in self._streams:
+            self._forget_holder(stream[0])
+
+    # ---- routers
+
+    def reserve(self, wanted: Reservation, now: float) -> ReserveVerdict:
+        """Note work that a router sent to a worker, with the blocks it will leave there."""
+        if self.fleet.record(wanted.worker).key.kind is not HolderKind.WORKER:
+            raise CallerError(f"holder {wanted.worker} is not a worker")
+        self._end_reservations(self._reservations.tick(now))
+        outcome = self._reservations.reserve(wanted, now)
+        self._end_reservations(outcome.ended)
+        if outcome.verdict is ReserveVerdict.GRANTED:
+            ticket = self._next_ticket
+            self._next_ticket += 1
+            self._tickets[wanted.router, wanted.key] = ticket
+            expires_at = now + wanted.ttl_ms / 1000
+            self._reserved.setdefault(wanted.worker, {})[ticket] = (wanted, expires_at)
+            self._index.predict(wanted.worker, wanted.blocks, ticket, expires_at)
+            self._changes.reserved(ticket, wanted)
+        return outcome.verdict
+
+    def release(self, router: RouterLife, key: str) -> bool:
+        """Give one reservation back; False where there was none."""
+        ended = self._reservations.release(router, key)
+        if ended is None:
+            return False
+        self._end_reservations((ended,))
+        return True
+
+    def router_gone(self, router: RouterLife) -> None:
+        """A router's stream ended: all its reservations end with it."""
+        self._end_reservations(self._reservations.router_gone(router))
+
+    def reserved(self, worker: HolderId) -> WorkerTotals:
+        return self._reservations.totals(worker)
+
+    def reservations(self, worker: HolderId) -> Iterator[tuple[int, Reservation, float]]:
+        """(ticket, reservation, when it expires) of everything on its way to a worker."""
+        for ticket, (reservation, expires_at) in self._reserved.get(worker, {}).items():
+            yield ticket, reservation, expires_at
+
+    # ---- time
+
+    def tick(self, now: float) -> None:
+        """Hide and forget whose lease ended, end reservations that expired."""
+        for news in self._leases.tick(now):
+            holder = news.key[0]
+            match news:
+                case Hide():
+                    self._hide(holder)
+                case Forget():
+                    if not self._is_alive(holder, besides=news.key[1]):
+                        self._forget_holder(holder)
+        self._end_reservations(self._reservations.tick(now))
+        self._index.expire(now)
+
+    def next_deadline(self) -> float | None:
+        """Tick no later than this; None while nothing waits for time."""
+        candidates = [self._leases.next_deadline(), self._reservations.next_deadline()]
+        return min((at for at in candidates if at is not None), default=None)
+
+    # ---- reading
+
+    def streams(self, holder: HolderId) -> Iterator[tuple[int, StreamState]]:
+        for shard in sorted(self.fleet.record(holder).shards):
+            if (holder, shard) in self._streams:
+                yield shard, self._streams[holder, shard]
+
+    def trust(self, holder: HolderId) -> tuple[Trust, str]:
+        """EXACT, or DEGRADED with the reasons of all shards."""
+        reasons: set[DegradedReason] = set()
+        shards = dict(self.streams(holder))
+        for state in shards.values():
+            reasons |= state.acceptor.degraded_reasons()
+        if len(shards) < self.fleet.record(holder).info.shards_count:
+            reasons.add(DegradedReason.UNKNOWN)
+        return (Trust.DEGRADED if reasons else Trust.EXACT), ",".join(sorted(reasons))
+
+    def load(self, holder: HolderId) -> Load:
+        """The load that the holder's lowest shard reported last."""
+        for _, state in self.streams(holder):
+            return state.load
+        return Load()
+
+    def heard_at(self, holder: HolderId) -> float:
+        """When the most silent shard of the holder was last heard."""
+        return min((state.heard_at for _, state in self.streams(holder)), default=0.0)
+
+    def held(self, stream: Stream) -> dict[Tier, int]:
+        """Copies that a stream holds, per tier that its kind of holder has."""
+        kind = self.fleet.record(stream[0]).key.kind
+        return {
+            tier: self._index.digest(stream[0], tier, stream[1]).count
+            for tier in TIERS_OF_KIND[kind]
+        }
+
+    # ---- parts
+
+    def _fits(self, stream: Stream, batch: EventBatch) -> bool:
+        """Whether every event speaks of a tier that this kind of holder has."""
+        own = np.array(TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind], np.uint8)
+        foreign = ~np.isin(batch.tiers, own) & (batch.kinds != EventKind.CLEAR_ALL)
+        return not foreign.any()
+
+    def _stream(self, stream: Stream) -> StreamState:
+        state = self._streams.get(stream)
+        if state is None:
+            raise CallerError("the holder of this stream was forgotten: say Hello again")
+        return state
+
+    def _is_dead_epoch(self, stream: Stream, epoch: Epoch) -> bool:
+        state = self._streams.get(stream)
+        return state is not None and state.acceptor.has_fenced(epoch)
+
+    def _fenced(
+        self, stream: Stream, message: Hello, now: float
+    ) -> tuple[Stream, Outcome[EventBatch]]:
+        outcome = self._streams[stream].acceptor.hello(message, now)
+        return stream, self._carry_out(stream, outcome)
+
+    def _is_alive(self, holder: HolderId, besides: int) -> bool:
+        """Whether another shard of the holder has a running lease."""
+        return any(
+            self._leases.state((holder, shard)) is LeaseState.LIVE
+            for shard in self.fleet.record(holder).shards
+            if shard != besides
+        )
+
+    def _carry_out(self, stream: Stream, outcome: Outcome[EventBatch]) -> Outcome[EventBatch]:
+        """Do what concerns the index, in order; replies stay in the outcome for the caller."""
+        self.counts.verdicts[outcome.verdict] += 1
+        for action in outcome.actions:
+            self._act(stream, action)
+        state = self._streams[stream]
+        if state.trust is not state.acceptor.trust:
+            state.trust = state.acceptor.trust
+            self._changes.holder_changed(stream[0])
+        return outcome
+
+    def _act(self, stream: Stream, action: Action[EventBatch]) -> None:
+        state = self._streams[stream]
+        match action:
+            case ApplyBatch(_, batch):
+                self._apply(stream, batch)
+                self._changes.batch_applied(stream, batch)
+            case StageChunk(_, batch):
+                state.staged.append(batch)
+            case DiscardStaged():
+                state.staged = []
+            case ReplaceWithSnapshot():
+                staged, state.staged = state.staged, []
+                self._replace(stream, staged)
+                self._changes.stream_replaced(stream)
+            case ClearStream():
+                self._index.clear(stream[0], shard=stream[1])
+                self._changes.stream_replaced(stream)
+
+    def _apply(self, stream: Stream, batch: EventBatch) -> None:
+        result = self._index.apply(stream[0], stream[1], batch)
+        counts = self.counts
+        counts.events_applied += batch.events_count
+        counts.blocks_stored += result.stored
+        counts.blocks_removed += result.removed
+        counts.blocks_unknown += result.unknown
+        counts.blocks_evicted += result.evicted
+        if result.evicted:
+            self._mark_truncated()
+        self._check_size(stream)
+
+    def _replace(self, stream: Stream, staged: list[EventBatch]) -> None:
+        """Let a stream hold exactly what was staged."""
+        for tier in TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]:
+            result = self._index.load(stream[0], tier, stream[1], snapshot_of(staged, tier))
+            self.counts.blocks_stored += result.stored
+            self.counts.blocks_evicted += result.evicted
+            if result.evicted:
+                self._mark_truncated()
+        self._check_size(stream)
+
+    def _mark_truncated(self) -> None:
+        """Holders that lost blocks to the byte budget are DEGRADED: the index knows less."""
+        for stats in self._index.stats().holders:
+            if stats.truncated:
+                for _, state in self.streams(stats.holder):
+                    state.acceptor.degrade(DegradedReason.BUDGET_EVICTED)
+
+    def _check_size(self, stream: Stream) -> None:
+        held = sum(self.held(stream).values())
+        if held > self._config.holder_blocks_max:
+            self.counts.refused["holder_full"] += 1
+            raise LimitError(f"{held} blocks exceed {self._config.holder_blocks_max} of one holder")
+
+    def _digest(self, stream: Stream) -> Digest:
+        own = TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]
+        return tuple(
+            TierDigest(*astuple(self._index.digest(stream[0], tier, stream[1])))
+            if tier in own
+            else TierDigest(0, 0)
+            for tier in Tier
+        )
+
+    def _renew(self, stream: Stream, now: float) -> None:
+        if self._leases.renew(stream, now) is Renewal.RESUMED:
+            self._streams[stream].acceptor.restore(DegradedReason.HIDDEN)
+            record = self.fleet.record(stream[0])
+            all_alive = all(
+                self._leases.state((stream[0], shard)) is LeaseState.LIVE for shard in record.shards
+            )
+            if record.hidden and all_alive:
+                self.fleet.resume(stream[0])
+                self._changes.holder_resumed(stream[0])
+
+    def _hide(self, holder: HolderId) -> None:
+        for _, state in self.streams(holder):
+            state.acceptor.degrade(DegradedReason.HIDDEN)
+        if not self.fleet.record(holder).hidden:
+            self.fleet.hide(holder)
+            self._changes.holder_hidden(holder)
+
+    def _forget_holder(self, holder: HolderId) -> None:
+        record = self.fleet.record(holder)
+        self._end_reservations(self._reservations.worker_gone(holder))
+        for shard in record.shards:
+            self._leases.leave((holder, shard))
+            self._streams.pop((holder, shard), None)
+        self.fleet.leave(holder)
+        self._changes.holder_left(record)
+
+    def _end_reservations(self, ended: tuple[Reservation, ...]) -> None:
+        for reservation in ended:
+            ticket = self._tickets.pop((reservation.router, reservation.key))
+            of_worker = self._reserved[reservation.worker]
+            del of_worker[ticket]
+            if not of_worker:
+                del self._reserved[reservation.worker]
+            self._index.release(ticket)
+            self._changes.reservation_over(ticket, reservation)
+
+
+def snapshot_of(staged: list[EventBatch], tier: Tier) -> Snapshot:
+    """The stores of one tier among staged batches, as the runs that they were sent in."""
+    hashes = [batch.hashes[np.repeat(batch.tiers == tier, batch.lengths)] for batch in staged]
+    lengths = [batch.lengths[batch.tiers == tier] for batch in staged]
+    return Snapshot(
+        hashes=np.concatenate(hashes) if hashes else np.empty(0, np.uint64),
+        run_lengths=np.concatenate(lengths) if lengths else np.empty(0, np.uint32),
+    )
