@@ -62,6 +62,8 @@ DEAD_EPOCHS_COUNT_MAX: Final = 64
 RING_BATCHES_MAX: Final = 10_000
 REPLICAS_COUNT_MAX: Final = 16
 """Index replicas that one publisher feeds."""
+PUBLISHER_QUEUE_BLOCKS_MAX: Final = 1 << 22
+"""Blocks, and changes, between an engine and its publishing thread."""
 ROUTERS_COUNT_MAX: Final = 1024
 """Routers with reservations."""
 RESERVATIONS_PER_ROUTER_MAX: Final = 4096

@@ -1,0 +1,87 @@
+"""An event loop on a thread of its own, for gRPC in a process whose other threads are busy.
+
+An engine that holds its thread for a second, or a router whose loop is full, delays nothing that
+runs here for longer than the interpreter takes to switch threads. What must not live here: calls.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from kvtier.errors import UnavailableError
+
+T = TypeVar("T")
+
+_JOIN_S = 5.0
+
+
+class LoopThread:
+    """One daemon thread with one loop. Methods may be called from any other thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._guard = threading.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        return self._loop is not None
+
+    def start(self) -> None:
+        """Start the thread. Idempotent."""
+        with self._guard:
+            if self._loop is not None:
+                return
+            loop = asyncio.new_event_loop()
+            started = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(loop, started), name=self._name, daemon=True
+            )
+            self._thread.start()
+            started.wait(_JOIN_S)
+            self._loop = loop
+
+    def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Run a plain call on the loop, without waiting; does nothing once stopped."""
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(call, *args)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the loop. UnavailableError when the thread does not run."""
+        loop = self._loop
+        if loop is None:
+            work.close()
+            raise UnavailableError(f"{self._name} does not run")
+        return asyncio.run_coroutine_threadsafe(work, loop)
+
+    def stop(self) -> None:
+        """Cancel what runs, end the loop and join the thread. Idempotent."""
+        with self._guard:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_JOIN_S)
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
+        asyncio.set_event_loop(loop)
+        loop.call_soon(started.set)
+        try:
+            loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
