@@ -1,0 +1,28 @@
+"""The index embedded in another process: fed by the index service, asked in microseconds.
+
+What must not live here: the index itself (`kvtier.core`), choices of a worker.
+"""
+
+from kvtier.core.workers import Load, WorkerName
+from kvtier.replica.picture import HolderView
+from kvtier.replica.predictions import OwnReservation, Reserved
+from kvtier.replica.replica import (
+    IndexReplica,
+    ReplicaConfig,
+    ReplicaLag,
+    ReplicaMatch,
+    ReplicaStats,
+)
+
+__all__ = [
+    "HolderView",
+    "IndexReplica",
+    "Load",
+    "OwnReservation",
+    "ReplicaConfig",
+    "ReplicaLag",
+    "ReplicaMatch",
+    "ReplicaStats",
+    "Reserved",
+    "WorkerName",
+]

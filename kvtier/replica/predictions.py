@@ -1,0 +1,222 @@
+"""Work on its way to workers, as one router sees it: its own at once, that of others as heard.
+
+A router's own reservations take effect here before the index has heard of them. When the index
+tells everybody, this router included, they are recognised by router and key and not counted twice;
+those that were given back meanwhile are recognised for as long as they could have lived.
+What must not live here: locks, clocks, caps (the index sets those).
+"""
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.core.checks import require_integer, require_name
+from kvtier.core.prefix_index import PrefixIndex
+from kvtier.core.workers import WorkerName
+from kvtier.errors import CallerError, LimitError
+from kvtier.limits import (
+    BATCH_BLOCKS_MAX,
+    PROMPT_TOKENS_MAX,
+    RESERVATION_TTL_MS_MAX,
+    RESERVATIONS_PER_ROUTER_MAX,
+)
+from kvtier.types import HolderId
+
+GIVEN_BACK_COUNT_MAX = 1 << 16
+"""Keys remembered after they were given back; a forgotten one is counted until its TTL ends."""
+OWN_TICKETS_FROM = 1 << 63
+"""An index numbers its tickets from 1 on; ours begin where it never arrives."""
+
+
+class Reserved(NamedTuple):
+    """What is on its way to one worker."""
+
+    prefill_tokens: int = 0
+    requests_count: int = 0
+
+    def plus(self, prefill_tokens: int, requests_count: int) -> "Reserved":
+        return Reserved(self.prefill_tokens + prefill_tokens, self.requests_count + requests_count)
+
+
+NOTHING = Reserved()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnReservation:
+    """A request that this router sends to a worker. `hashes`: what the worker will hold, u64[n]."""
+
+    key: str
+    worker: WorkerName
+    prefill_tokens: int
+    ttl_ms: int
+    hashes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def __post_init__(self) -> None:
+        require_name("key", self.key)
+        require_integer("prefill_tokens", self.prefill_tokens, 0, PROMPT_TOKENS_MAX)
+        require_integer("ttl_ms", self.ttl_ms, 1, RESERVATION_TTL_MS_MAX)
+        if self.hashes.dtype != np.uint64 or self.hashes.ndim != 1:
+            raise CallerError("hashes: want a one-dimensional uint64 array")
+        if len(self.hashes) > BATCH_BLOCKS_MAX:
+            raise LimitError(f"hashes: {len(self.hashes)} exceed {BATCH_BLOCKS_MAX}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    reservation: OwnReservation
+    ticket: int
+    expires_at: float
+
+
+class OwnReservations:
+    """This router's reservations; they outlive a change of index. O(log n) a call."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._held: dict[str, _Own] = {}
+        self._totals: dict[WorkerName, Reserved] = {}
+        self._given_back: dict[str, float] = {}
+        """Keys that the index may still speak of, with the end of their TTL."""
+        self._expiries: list[tuple[float, str, int]] = []
+        self._next_ticket = OWN_TICKETS_FROM
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def is_own(self, router: str, key: str) -> bool:
+        """Whether the index speaks of one of ours, of one just given back too."""
+        return router == self._router and (key in self._held or key in self._given_back)
+
+    def totals(self, worker: WorkerName) -> Reserved:
+        return self._totals.get(worker, NOTHING)
+
+    def add(self, wanted: OwnReservation, now: float) -> tuple[int, float]:
+        """Note one; returns its ticket and when it expires. Replaces one of the same key."""
+        self.end(wanted.key)
+        if len(self._held) >= RESERVATIONS_PER_ROUTER_MAX:
+            raise LimitError(f"reservations: more than {RESERVATIONS_PER_ROUTER_MAX} at once")
+        own = _Own(wanted, self._next_ticket, now + wanted.ttl_ms / 1000)
+        self._next_ticket += 1
+        self._held[wanted.key] = own
+        self._given_back.pop(wanted.key, None)
+        self._count(wanted, 1)
+        heapq.heappush(self._expiries, (own.expires_at, wanted.key, own.ticket))
+        return own.ticket, own.expires_at
+
+    def end(self, key: str) -> int | None:
+        """Give one back; returns its ticket, None where there is none."""
+        own = self._held.pop(key, None)
+        if own is None:
+            return None
+        self._given_back[key] = own.expires_at
+        if len(self._given_back) > GIVEN_BACK_COUNT_MAX:
+            del self._given_back[next(iter(self._given_back))]
+        if len(self._expiries) > 2 * (len(self._held) + len(self._given_back)) + 64:
+            self._forget_expiries()
+        self._count(own.reservation, -1)
+        return own.ticket
+
+    def tick(self, now: float) -> list[int]:
+        """End what has expired, and forget old keys; returns the tickets that ended."""
+        ended = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, key, ticket = heapq.heappop(self._expiries)
+            own = self._held.get(key)
+            if own is not None and own.ticket == ticket:
+                self.end(key)
+                ended.append(ticket)
+            until = self._given_back.get(key)
+            if until is not None and until <= now:
+                del self._given_back[key]
+        return ended
+
+    def live(self) -> Iterator[tuple[OwnReservation, int, float]]:
+        """Each with its ticket and when it expires."""
+        for own in self._held.values():
+            yield own.reservation, own.ticket, own.expires_at
+
+    def _forget_expiries(self) -> None:
+        """Drop those of reservations that nobody remembers."""
+        self._expiries = [
+            entry
+            for entry in self._expiries
+            if entry[1] in self._held or self._given_back.get(entry[1]) == entry[0]
+        ]
+        heapq.heapify(self._expiries)
+
+    def _count(self, wanted: OwnReservation, sign: int) -> None:
+        after = self.totals(wanted.worker).plus(sign * wanted.prefill_tokens, sign)
+        if after.requests_count:
+            self._totals[wanted.worker] = after
+        else:
+            self._totals.pop(wanted.worker, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    holder: HolderId
+    prefill_tokens: int
+    expires_at: float
+
+
+class ForeignReservations:
+    """What one index says of other routers' reservations; kept in that index's picture."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._held: dict[int, _Foreign] = {}
+        self._totals: dict[HolderId, Reserved] = {}
+        self._expiries: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def totals(self, holder: HolderId) -> Reserved:
+        return self._totals.get(holder, NOTHING)
+
+    def add(
+        self,
+        ticket: int,
+        holder: HolderId,
+        prefill_tokens: int,
+        hashes: npt.NDArray[np.uint64],
+        expires_at: float,
+    ) -> None:
+        """Note one, in the index as well. Replaces one of the same ticket."""
+        self.end(ticket)
+        self._index.predict(holder, hashes, ticket, expires_at)
+        self._held[ticket] = _Foreign(holder, prefill_tokens, expires_at)
+        self._totals[holder] = self.totals(holder).plus(prefill_tokens, 1)
+        heapq.heappush(self._expiries, (expires_at, ticket))
+
+    def end(self, ticket: int) -> None:
+        """Idempotent."""
+        held = self._held.pop(ticket, None)
+        if held is None:
+            return
+        self._index.release(ticket)
+        if len(self._expiries) > 2 * len(self._held) + 64:
+            self._expiries = [entry for entry in self._expiries if entry[1] in self._held]
+            heapq.heapify(self._expiries)
+        after = self.totals(held.holder).plus(-held.prefill_tokens, -1)
+        if after.requests_count:
+            self._totals[held.holder] = after
+        else:
+            self._totals.pop(held.holder, None)
+
+    def holder_left(self, holder: HolderId) -> None:
+        """All that was on its way to a holder is over. O(reservations)."""
+        for ticket in [ticket for ticket, held in self._held.items() if held.holder == holder]:
+            self.end(ticket)
+
+    def tick(self, now: float) -> None:
+        """End what has expired."""
+        while self._expiries and self._expiries[0][0] <= now:
+            expires_at, ticket = heapq.heappop(self._expiries)
+            held = self._held.get(ticket)
+            if held is not None and held.expires_at == expires_at:
+                self.end(ticket)
