@@ -88,6 +88,13 @@ async def test_a_snapshot_and_a_batch_are_matched_by_everybody() -> None:
         assert await match(channel) == {"w1": 10 * 16}
 
 
+async def test_a_first_hello_is_told_the_lease_and_asked_for_a_snapshot() -> None:
+    async with an_index() as (_, channel):
+        welcome = (await RawPublisher(channel, worker_info(), epoch=7).hello()).welcome
+        assert (welcome.need_snapshot, welcome.lease_ms) == (True, 600)
+        assert 0 < welcome.heartbeat_ms < 600
+
+
 async def test_a_gap_is_asked_for_and_filled_from_what_was_held() -> None:
     async with an_index() as (running, channel):
         publisher = RawPublisher(channel, worker_info(), epoch=7)
@@ -153,6 +160,7 @@ async def test_a_silent_holder_is_hidden_and_resumes_without_a_snapshot() -> Non
         back = RawPublisher(channel, worker_info(), epoch=7)
         welcome = await back.hello(seq=1)
         assert welcome.WhichOneof("message") == "welcome", "no snapshot"
+        assert not welcome.welcome.need_snapshot
         assert welcome.welcome.resume_after_seq == 1
         assert await match(channel) == {"w1": 9 * 16}
         assert trust_of(running, "w1")[0] is Trust.EXACT

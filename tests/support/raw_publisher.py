@@ -113,7 +113,7 @@ class RawPublisher:
     async def join(self, batches: list[EventBatch], at_seq: int = 0) -> None:
         """Hello, and a snapshot as the index asks for it."""
         response = await self.hello(at_seq)
-        assert response.WhichOneof("message") == "snapshot_needed", response
+        assert response.welcome.need_snapshot, response
         await self.snapshot(at_seq, batches)
 
     async def ended(self) -> grpc.StatusCode:

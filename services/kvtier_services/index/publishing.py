@@ -61,6 +61,7 @@ class PublishStream:
         self._stream: Stream | None = None
         self._info: HolderInfo | None = None
         self._epoch = Epoch(0)
+        self._owes_welcome = False
         self._acked = asyncio.Event()
         self._ack_seq = 0
 
@@ -144,6 +145,7 @@ class PublishStream:
             info = convert.info_from(hello)
             caller().require_instance(info.instance)
             self._epoch = Epoch(hello.epoch)
+            self._owes_welcome = True
             message = Hello(self._epoch, Seq(hello.seq))
             self._stream, outcome = self._state.hello(info, message, self._clock())
         except IdentityError as error:
@@ -168,10 +170,9 @@ class PublishStream:
     def _message(self, reply: Reply) -> pb.PublishResponse:
         match reply:
             case Resume(_, after_seq):
-                welcome = pb.Welcome()
-                welcome.CopyFrom(self._welcome)
-                welcome.resume_after_seq = after_seq
-                return pb.PublishResponse(welcome=welcome)
+                return self._welcomed(resume_after_seq=after_seq)
+            case RequestSnapshot() if self._owes_welcome:
+                return self._welcomed(need_snapshot=True)
             case RequestSnapshot(_, reason):
                 needed = pb.SnapshotNeeded(reason=reason)
                 return pb.PublishResponse(snapshot_needed=needed)
@@ -183,6 +184,15 @@ class PublishStream:
                 return pb.PublishResponse(fenced=pb.Fenced(reason=reason))
             case AckUpTo(_, seq):
                 return pb.PublishResponse(ack=pb.Ack(seq=seq))
+
+    def _welcomed(
+        self, *, resume_after_seq: int = 0, need_snapshot: bool = False
+    ) -> pb.PublishResponse:
+        """Answer a Hello: only a Welcome tells a publisher how long its lease is."""
+        self._owes_welcome = False
+        welcome = pb.Welcome(resume_after_seq=resume_after_seq, need_snapshot=need_snapshot)
+        welcome.MergeFrom(self._welcome)
+        return pb.PublishResponse(welcome=welcome)
 
     async def _send_acks(self, context: Context) -> None:
         while True:
