@@ -17,10 +17,10 @@ from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
 from kvtier.core.reservations import Reservation
 from kvtier.limits import BATCH_BLOCKS_MAX, BATCH_EVENTS_MAX
 from kvtier.types import HolderId, Tier
-from kvtier.wire import convert
+from kvtier.wire import convert, loads
 from kvtier.wire import messages as pb
 from kvtier_services.index.feed import Receiver
-from kvtier_services.index.state import IndexState, Load, Stream
+from kvtier_services.index.state import IndexState, Stream
 
 Clock = Callable[[], float]
 
@@ -193,7 +193,7 @@ class Broadcast:
             trust=convert.trust_to(trust),
             degraded_reason=reason,
             hidden=record.hidden,
-            load=load_to(self.state.load(record.holder)),
+            load=loads.load_to(self.state.load(record.holder)),
             reserved_prefill_tokens=totals.prefill_tokens,
             reserved_requests=totals.reservations_count,
             age_ms=max(0, int(silent_s * 1000)),
@@ -303,27 +303,3 @@ def _cut_runs(run_lengths: npt.NDArray[np.uint32], blocks_max: int) -> npt.NDArr
         if length % blocks_max:
             pieces.append(length % blocks_max)
     return np.array(pieces, np.uint32)
-
-
-def load_to(load: Load) -> pb.Load:
-    return pb.Load(
-        running_requests=load.running_requests,
-        waiting_requests=load.waiting_requests,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        running_tokens=load.running_tokens,
-        free_blocks=load.free_blocks,
-        total_blocks=load.total_blocks,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-    )
-
-
-def load_from(message: pb.Load) -> Load:
-    return Load(
-        running_requests=message.running_requests,
-        waiting_requests=message.waiting_requests,
-        queued_prefill_tokens=message.queued_prefill_tokens,
-        running_tokens=message.running_tokens,
-        free_blocks=message.free_blocks,
-        total_blocks=message.total_blocks,
-        prefill_tokens_per_s=message.prefill_tokens_per_s,
-    )

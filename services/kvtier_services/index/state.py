@@ -46,24 +46,12 @@ from kvtier.core.reservations import (
     RouterLife,
     WorkerTotals,
 )
+from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
 from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
 
 Stream = tuple[HolderId, int]
 """(holder, shard): what has an epoch, a sequence and a lease of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a worker says it is doing; all zero before its first heartbeat."""
-
-    running_requests: int = 0
-    waiting_requests: int = 0
-    queued_prefill_tokens: int = 0
-    running_tokens: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    prefill_tokens_per_s: float = 0.0
 
 
 class Changes(Protocol):
@@ -95,7 +83,7 @@ class StreamState:
 
     acceptor: Acceptor[EventBatch] = field(default_factory=Acceptor)
     staged: list[EventBatch] = field(default_factory=list)
-    load: Load = Load()
+    load: Load = field(default_factory=Load)
     heard_at: float = 0.0
     trust: Trust = Trust.DEGRADED
 
