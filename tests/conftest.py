@@ -4,11 +4,16 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.harness import netns, tmpfs
 from tests.harness.netns import Network
 from tests.harness.processes import Process, ProcessRunner, live_processes
 from tests.harness.rights import missing
+
+# Equal runs on every machine: examples follow from the test's code, and a slow machine is no fault.
+settings.register_profile("kvtier", derandomize=True, deadline=None, database=None)
+settings.load_profile("kvtier")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -254,14 +254,13 @@ def test_the_split_is_the_best_of_all_cuts(
 
 @settings(max_examples=80, deadline=None)
 @given(RUNS, SPEEDS, st.floats(1.0, 20.0))
-def test_faster_tiers_never_make_a_request_slower_nor_load_less(
+def test_faster_tiers_never_make_a_request_slower(
     runs: tuple[Run, ...], speeds: Speeds, factor: float
 ) -> None:
     prefix = Prefix(runs, sum(run.blocks_count for run in runs) * 16 + 5, 16, 1 << 15)
     loads = {s: Terms(t.first_s / factor, t.second_s / factor) for s, t in speeds.loads.items()}
     slow, fast = split(prefix, speeds), split(prefix, replace(speeds, loads=loads))
     assert fast.ttft_s <= slow.ttft_s + 1e-9
-    assert fast.blocks_count >= slow.blocks_count
 
 
 def test_a_tier_slower_than_recomputing_is_not_read_at_all() -> None:

@@ -475,8 +475,8 @@ def test_every_section_is_frozen_slotted_and_every_field_documented(
         assert [name for name in names if not docs.get(name)] == []
 
 
-def some_text(setting: config.Setting, tmp_path: Path) -> str:
-    """A text that is valid for a setting, in the form of a variable or flag."""
+def some_text(config_class: type[Root], setting: config.Setting, tmp_path: Path) -> str:
+    """A text that is valid for a setting, in the form of a variable or flag: numbers by default."""
     if setting.secret_file:
         secret = tmp_path / "secret"
         secret.write_text("s3cret", encoding="utf-8")
@@ -486,8 +486,18 @@ def some_text(setting: config.Setting, tmp_path: Path) -> str:
     if issubclass(setting.kind, enum.Enum):
         member = next(iter(setting.kind))
         return member.value if isinstance(member.value, str) else member.name.lower()
+    if setting.kind in {int, float} and (number := default_of(config_class, setting)) is not None:
+        return str(number)
     samples: dict[type, str] = {bool: "true", int: "1", float: "1.0", Path: "/p"}
     return samples.get(setting.kind, "text")
+
+
+def default_of(config_class: type[Root], setting: config.Setting) -> object:
+    """What a field is without any source; None where that is not given by the class itself."""
+    value: object = config_class()
+    for name in setting.path:
+        value = getattr(value, name, None)
+    return value
 
 
 def as_toml(setting: config.Setting, text: str) -> str:
@@ -503,7 +513,7 @@ def test_every_field_of_every_class_is_read_from_every_source(
     config_class: type[Root], source: str, tmp_path: Path
 ) -> None:
     table = [s for s in settings(config_class) if s.kind is not Secret]
-    texts = {setting.key: some_text(setting, tmp_path) for setting in table}
+    texts = {setting.key: some_text(config_class, setting, tmp_path) for setting in table}
     path, environ, argv = None, {}, []
     if source == "toml":
         path = toml(tmp_path, "\n".join(as_toml(s, texts[s.key]) for s in table))
