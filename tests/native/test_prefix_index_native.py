@@ -1,12 +1,16 @@
 """What only the native index has: memory that comes back, a byte budget, threads."""
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from kvtier import _native
 from kvtier.core.prefix_index import NativePrefixIndex, Snapshot
 from kvtier.errors import CallerError
 from kvtier.types import HolderId, Tier
@@ -47,16 +51,16 @@ def test_blocks_in_long_chains_cost_less_than_24_bytes(index: NativePrefixIndex)
 
 def test_memory_returns_to_its_baseline_after_churn_by_chains(index: NativePrefixIndex) -> None:
     empty = index.stats().bytes
-    chains = random_blocks(2, 1000, 64)
+    chains = random_blocks(2, 2000, 64)
     filled(index, 0, chains)
     baseline = index.stats().bytes
-    for turn in range(5):
-        fresh = random_blocks(10 + turn, 1000, 64)
+    for turn in range(3):
+        fresh = random_blocks(10 + turn, 2000, 64)
         filled(index, 1 + turn % 3, fresh)
-        for chain in fresh[np.random.default_rng(turn).permutation(1000)]:
+        for chain in fresh[np.random.default_rng(turn).permutation(2000)]:
             index.remove(HolderId(1 + turn % 3), Tier.GPU, 0, chain[::-1].copy())
     stats = index.stats()
-    assert stats.blocks == 64_000
+    assert stats.blocks == 128_000
     assert stats.bytes < baseline * 1.1
     assert index.digest(HolderId(0), Tier.GPU, 0).xor == xor(chains)
     index.clear(HolderId(0))
@@ -151,6 +155,18 @@ def test_a_block_stored_again_is_recent_again(small: NativePrefixIndex) -> None:
     assert small.stats().evicted > 0
 
 
+def test_a_block_that_queries_ask_for_is_spared(small: NativePrefixIndex) -> None:
+    asked, silent = random_blocks(14, 64), random_blocks(15, 64)
+    small.store(HolderId(0), Tier.GPU, 0, asked)
+    small.store(HolderId(0), Tier.GPU, 0, silent)
+    for chain in random_blocks(16, 16_000, 64):
+        small.store(HolderId(1), Tier.GPU, 0, chain)
+        small.match(asked)
+    assert small.match(asked).tokens.tolist() == [1024]
+    assert len(small.match(silent)) == 0
+    assert small.stats().holders[0].truncated == 64
+
+
 @pytest.mark.parametrize("piece", [1, 3, 64])
 def test_a_budget_holds_for_chains_of_any_length_and_predictions(
     small: NativePrefixIndex, piece: int
@@ -234,6 +250,36 @@ def test_a_result_outlives_the_index_and_later_changes(index: NativePrefixIndex)
     assert tokens.tolist() == [1600]
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 1
+
+
+odd = st.one_of(
+    st.integers(-3, 9),
+    st.integers(),
+    st.floats(),
+    st.none(),
+    st.text(max_size=3),
+    st.binary(max_size=24),
+    st.lists(st.integers(-1, 5), max_size=4),
+    st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=2),
+    st.sampled_from(["u1", "u4", "u8", "i8", "f8", ">u8"]).map(lambda kind: np.ones(3, kind)),
+    st.just(np.ones((2, 2), np.uint64)),
+    st.just(np.ones(6, np.uint64)[::2]),
+)
+METHODS = sorted(name for name in vars(_native.PrefixIndex) if not name.startswith("_"))
+
+
+@settings(max_examples=400, deadline=None)
+@given(calls=st.lists(st.tuples(st.sampled_from(METHODS), st.lists(odd, max_size=7)), max_size=5))
+def test_any_arguments_are_answered_or_refused(calls: list[tuple[str, list[object]]]) -> None:
+    index = NativePrefixIndex()
+    for holder in range(3):
+        index.add_holder(HolderId(holder), worker(namespaces=(0, 1)))
+    index.store(HolderId(0), Tier.GPU, 0, [1, 2, 3])
+    for method, arguments in calls:
+        with contextlib.suppress(ValueError, TypeError):
+            getattr(index._native, method)(*arguments)
+    assert index.match([1, 2, 3]).blocks_queried == 3
+    assert index.stats().holdings >= 0
 
 
 def test_a_refusal_names_the_argument_and_its_value() -> None:

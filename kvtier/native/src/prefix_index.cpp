@@ -15,6 +15,8 @@ constexpr std::size_t EXPIRE_BLOCKS_MAX = 1 << 16;  // dropped by one call of ex
 constexpr std::size_t TICKET_BYTES = 160;           // map node, set node and bucket of one ticket
 constexpr std::size_t IDLE_MATCHERS_MAX = 16;
 constexpr std::size_t EVENTS_AHEAD = 6;
+constexpr std::size_t BRIEF_BLOCKS_MAX = 512;
+constexpr std::size_t BRIEF_VISITS_MAX = 512;  // of a holder on a page
 
 [[noreturn]] void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
@@ -79,7 +81,7 @@ void PrefixIndex::add_holder(std::int64_t holder, std::int64_t kind, std::int64_
   const std::lock_guard lock(gate_);
   if (holders_.present(number)) refuse("holder " + std::to_string(holder) + " is there already");
   holders_.add(number, std::move(spec));
-  holder_bytes_ = holders_.bytes();
+  holders_count_.store(holders_.count(), std::memory_order_relaxed);
 }
 
 void PrefixIndex::remove_holder(std::int64_t holder) {
@@ -94,7 +96,7 @@ void PrefixIndex::remove_holder(std::int64_t holder) {
     if (lane != NONE) lanes.push_back(lane);
   holdings_.clear(lanes);
   holders_.remove(number);
-  holder_bytes_ = holders_.bytes();
+  holders_count_.store(holders_.count(), std::memory_order_relaxed);
 }
 
 void PrefixIndex::hide(std::int64_t holder, bool hidden) {
@@ -110,7 +112,15 @@ std::vector<std::uint32_t> PrefixIndex::holders() const {
   return numbers;
 }
 
-void PrefixIndex::settle(Counts& counts) { holdings_.settle(ticket_bytes_ + holder_bytes_, counts); }
+void PrefixIndex::settle(Counts& counts) { holdings_.settle(bytes_beside(), counts); }
+
+// Memory that is neither pages nor table nor copies.
+std::size_t PrefixIndex::bytes_beside() const {
+  std::size_t bytes = sizeof(*this) + holders_.bytes() + ticket_bytes_;
+  const std::lock_guard idle(matchers_lock_);
+  for (const std::unique_ptr<Matcher>& matcher : matchers_) bytes += matcher->bytes();
+  return bytes;
+}
 
 Counts PrefixIndex::apply(std::int64_t holder, std::int64_t shard, const Batch& batch) {
   const std::lock_guard lock(gate_);
@@ -131,7 +141,8 @@ std::vector<PrefixIndex::Event> PrefixIndex::check_batch(std::uint32_t holder, c
            std::to_string(batch.tiers_count) + ", " + std::to_string(batch.lengths_count) + " and " +
            std::to_string(batch.parents_count));
   if (count > static_cast<std::size_t>(limits_.batch_events_max))
-    refuse("at most " + std::to_string(limits_.batch_events_max) + " events in one batch, got " + std::to_string(count));
+    refuse("at most " + std::to_string(limits_.batch_events_max) + " events in one batch, got " +
+           std::to_string(count));
   check_blocks(batch.hashes.count, limits_.batch_blocks_max);
   std::vector<Event> events(count);
   std::uint64_t blocks = 0;
@@ -228,6 +239,11 @@ std::uint64_t PrefixIndex::clear(std::int64_t holder, std::optional<std::int64_t
   if (tier) level = check_tier(number, *tier);
   if (shard) part = check_shard(number, *shard);
   return holdings_.clear(lanes_of(number, level, part));
+}
+
+bool PrefixIndex::is_brief(std::size_t blocks) const {
+  const std::size_t holders = holders_count_.load(std::memory_order_relaxed);
+  return blocks <= BRIEF_BLOCKS_MAX && (blocks / SLOTS + 1) * holders <= BRIEF_VISITS_MAX;
 }
 
 bool PrefixIndex::match(Hashes query, std::int64_t pool, MatchRows& rows, bool wait) const {
@@ -344,7 +360,8 @@ void PrefixIndex::predict(std::int64_t worker, Hashes hashes, std::uint64_t tick
   const auto known = tickets_.find(ticket);
   const bool replaces = known != tickets_.end() && known->second.worker == number;
   if (!replaces && holders_[number].tickets >= limits_.tickets_per_worker_max)
-    refuse("worker " + std::to_string(worker) + " has " + std::to_string(holders_[number].tickets) + " tickets already");
+    refuse("worker " + std::to_string(worker) + " has " + std::to_string(holders_[number].tickets) +
+           " tickets already");
   if (known != tickets_.end()) drop(known);
   Ticket made{number, expires_at, {hashes.data, hashes.data + hashes.count}};
   ticket_bytes_ += TICKET_BYTES + made.hashes.capacity() * sizeof(std::uint64_t);
@@ -399,7 +416,7 @@ Stats PrefixIndex::stats() const {
   stats.blocks = holdings_.table().count();
   stats.pages = holdings_.pages().count();
   stats.tickets = tickets_.size();
-  stats.bytes = sizeof(*this) + holdings_.bytes() + holder_bytes_ + ticket_bytes_;
+  stats.bytes = holdings_.bytes() + bytes_beside();
   stats.evicted = holdings_.evicted();
   stats.matches = matches_.load(std::memory_order_relaxed);
   stats.blocks_queried = blocks_queried_.load(std::memory_order_relaxed);

@@ -114,6 +114,8 @@ class PrefixIndex {
   std::uint64_t clear(std::int64_t holder, std::optional<std::int64_t> tier, std::optional<std::int64_t> shard);
 
   // With `wait` false: false when it would have to wait for a change, and `rows` untouched.
+  // Whether a match of so many blocks takes no more than a few microseconds.
+  bool is_brief(std::size_t blocks) const;
   bool match(Hashes query, std::int64_t pool, MatchRows& rows, bool wait) const;
 
   void snapshot(std::int64_t holder, std::int64_t tier, std::int64_t shard, std::vector<std::uint64_t>& hashes,
@@ -153,6 +155,7 @@ class PrefixIndex {
                     Counts& counts);
   std::size_t load_piece(std::uint32_t lane, Hashes hashes, std::size_t done, std::size_t run_end, Counts& counts);
   void settle(Counts& counts);
+  std::size_t bytes_beside() const;
   std::uint64_t drop(Tickets::iterator ticket);
   std::unique_ptr<Matcher> borrow_matcher() const;
   void give_back(std::unique_ptr<Matcher> matcher) const;
@@ -164,10 +167,10 @@ class PrefixIndex {
   Tickets tickets_;
   std::set<std::pair<double, std::uint64_t>> by_expiry_;
   std::size_t ticket_bytes_ = 0;
-  std::size_t holder_bytes_ = 0;
 
   mutable std::mutex matchers_lock_;
   mutable std::vector<std::unique_ptr<Matcher>> matchers_;
+  std::atomic<std::uint32_t> holders_count_{0};
   mutable std::atomic<std::uint64_t> matches_{0};
   mutable std::atomic<std::uint64_t> blocks_queried_{0};
   mutable std::atomic<std::uint64_t> blocks_found_{0};

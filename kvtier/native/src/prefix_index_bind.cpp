@@ -22,8 +22,6 @@ using index::Hashes;
 using index::MatchRows;
 using index::PrefixIndex;
 
-constexpr std::size_t MATCH_WITH_GIL_MAX = 256;  // blocks; a longer query lets other threads run
-
 using HashArray = Array<std::uint64_t>;
 
 Hashes hashes_of(const HashArray& array) { return {array.data(), array.size()}; }
@@ -64,7 +62,8 @@ nb::tuple apply(PrefixIndex& self, std::int64_t holder, std::int64_t shard, nb::
 }
 
 void match_into(const PrefixIndex& self, Hashes query, std::int64_t pool, MatchRows& rows) {
-  if (query.count <= MATCH_WITH_GIL_MAX && self.match(query, pool, rows, false)) return;
+  // Giving up the GIL costs more than a short match, and waiting for a change while holding it costs all.
+  if (self.is_brief(query.count) && self.match(query, pool, rows, false)) return;
   const nb::gil_scoped_release release;
   self.match(query, pool, rows, true);
 }
@@ -194,7 +193,7 @@ void bind_prefix_index(nb::module_& m) {
       .def("hide", [](PrefixIndex& self, std::int64_t holder) { self.hide(holder, true); }, nb::arg("holder"), Release())
       .def("resume", [](PrefixIndex& self, std::int64_t holder) { self.hide(holder, false); }, nb::arg("holder"),
            Release())
-      .def("holders", &PrefixIndex::holders)
+      .def("holders", &PrefixIndex::holders, Release())
       .def("apply", &apply, nb::arg("holder"), nb::arg("shard"), nb::arg("kinds"), nb::arg("tiers"),
            nb::arg("lengths"), nb::arg("parents"), nb::arg("hashes"))
       .def(

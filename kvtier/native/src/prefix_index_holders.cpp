@@ -14,6 +14,7 @@ void Holders::add(std::uint32_t holder, Spec spec) {
   added.generation = ++generations_;
   added.lanes.assign(TIERS * spec.namespaces.size() + 1, NONE);
   added.spec = std::move(spec);
+  list_bytes_ += list_bytes(added);
   ++count_;
   if (added.spec.kind == Kind::WORKER) {
     join_group(holder);
@@ -37,6 +38,7 @@ void Holders::remove(std::uint32_t holder) {
     spaces_.release(gone.spec.namespaces[0]);
     if (gone.spec.kind == Kind::STORE) cells_.release({gone.spec.node, gone.spec.namespaces[0]});
   }
+  list_bytes_ -= list_bytes(gone);
   gone = Holder{};
   --count_;
 }
@@ -118,11 +120,13 @@ LaneView Holders::view_of(const Lane& lane) const {
   }
 }
 
+std::size_t Holders::list_bytes(const Holder& holder) {
+  return (holder.lanes.capacity() + holder.spec.namespaces.capacity()) * sizeof(std::uint32_t);
+}
+
 std::size_t Holders::bytes() const {
-  std::size_t bytes = holders_.capacity() * sizeof(Holder) + lanes_.capacity() * sizeof(Lane) +
-                      views_.capacity() * sizeof(LaneView) + groups_.capacity() * sizeof(Group);
-  for (const Holder& holder : holders_) bytes += holder.lanes.capacity() * 4 + holder.spec.namespaces.capacity() * 4;
-  return bytes;
+  return holders_.capacity() * sizeof(Holder) + lanes_.capacity() * sizeof(Lane) +
+         views_.capacity() * sizeof(LaneView) + groups_.capacity() * sizeof(Group) + list_bytes_;
 }
 
 }  // namespace kvtier::index

@@ -127,7 +127,7 @@ class Holders {
   const std::vector<Group>& groups() const { return groups_; }
   std::uint32_t cells() const { return cells_.end(); }
   std::uint32_t spaces() const { return spaces_.end(); }
-  std::size_t bytes() const;
+  std::size_t bytes() const;  // O(1)
 
  private:
   using GroupKey = std::pair<std::uint32_t, std::vector<std::uint32_t>>;
@@ -135,6 +135,7 @@ class Holders {
   void join_group(std::uint32_t holder);
   void leave_group(std::uint32_t holder);
   LaneView view_of(const Lane& lane) const;
+  static std::size_t list_bytes(const Holder& holder);
 
   std::vector<Holder> holders_;
   std::vector<Lane> lanes_;
@@ -145,6 +146,7 @@ class Holders {
   Interner<std::pair<std::uint32_t, std::uint32_t>> cells_;  // (node, namespace)
   Interner<std::uint32_t> spaces_;
   std::uint32_t count_ = 0;
+  std::size_t list_bytes_ = 0;
   std::uint64_t generations_ = 0;
 };
 

@@ -26,7 +26,7 @@ Holdings::Holdings(Holders& holders, std::size_t bytes_max, std::uint64_t seed, 
     : holders_(holders),
       bytes_max_(bytes_max),
       copies_max_(copies_max),
-      memory_{bytes_max * 2 + (std::size_t{64} << 20), 0},
+      memory_{bytes_max + (std::size_t{64} << 20), 0},
       pages_(memory_),
       table_(memory_, pages_, seed),
       copies_(seed) {}
@@ -274,7 +274,12 @@ std::uint64_t Holdings::clear(const std::vector<std::uint32_t>& lanes) {
     dropped += lane.copies;
     extras += lane.extras;
   }
-  for (std::uint32_t id = 0; pages_left != 0; ++id) {
+  // What holds little of the index lies, as a rule, in pages touched since it came; else in the order of memory.
+  const bool recent_first = pages_left < pages_.count() / 8;
+  std::uint32_t next = recent_first ? pages_.most_recent() : 0;
+  while (pages_left != 0) {
+    const std::uint32_t id = next;
+    next = recent_first ? pages_[id].older : id + 1;
     if (pages_.is_free(id)) continue;
     std::uint64_t left_to_others = 0;
     for (std::uint32_t i = 0; i < pages_[id].lane_count;) {
@@ -299,6 +304,10 @@ std::uint64_t Holdings::clear(const std::vector<std::uint32_t>& lanes) {
     lane.extras = 0;
   }
   compact_ids(std::numeric_limits<std::uint32_t>::max());
+  if (pages_.count() == 0) {
+    pages_.trim();
+    table_.trim();
+  }
   return dropped;
 }
 
@@ -342,7 +351,7 @@ std::uint64_t Holdings::evict(std::uint32_t id) {
   return copies;
 }
 
-// Over budget, pages go in order of last touch until 1/32 is free again, so that this runs rarely.
+// Over budget, pages go in order of last use until 1/32 is free again, so that this runs rarely.
 void Holdings::settle(std::size_t other_bytes, Counts& counts) {
   compact_ids(ID_MOVES_MAX);
   if (bytes() + other_bytes <= bytes_max_) return;
@@ -350,7 +359,7 @@ void Holdings::settle(std::size_t other_bytes, Counts& counts) {
   std::uint64_t copies = 0;
   for (std::uint32_t sweep = 0; bytes() + other_bytes > target; ++sweep) {
     for (std::uint32_t i = 0; i <= sweep * 16 && pages_.least_recent() != NONE; ++i)
-      copies += evict(pages_.least_recent());
+      copies += evict(pages_.victim());
     compact_ids(std::numeric_limits<std::uint32_t>::max());
     pages_.trim();
     table_.trim();

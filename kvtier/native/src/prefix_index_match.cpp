@@ -77,6 +77,7 @@ bool Matcher::next_span(const Holdings& holdings, Hashes query, std::size_t from
   if (at == NONE) return false;
   const Page& page = pages[page_of(at)];
   span = {page_of(at), slot_of(at), 1};
+  pages.note_use(span.page);
   const std::uint64_t* const slots = pages.hashes(page) + span.slot;
   const auto most = static_cast<std::uint32_t>(
       std::min<std::size_t>(low_ones(page.live >> span.slot), query.count - from));
@@ -236,6 +237,13 @@ void Matcher::add_run(Worker& worker, std::uint32_t source, std::uint32_t blocks
   runs_.push_back({blocks, worker.last_run, static_cast<std::uint8_t>(source)});
   worker.last_run = static_cast<std::uint32_t>(runs_.size() - 1);
   ++worker.runs;
+}
+
+std::size_t Matcher::bytes() const {
+  return sizeof(*this) + workers_.capacity() * sizeof(Worker) + cells_.capacity() * sizeof(Cell) +
+         spaces_.capacity() * sizeof(Space) + group_reach_.capacity() * sizeof(Reach) +
+         (group_stamps_.capacity() + alive_.capacity() + joined_.capacity()) * sizeof(std::uint32_t) +
+         runs_.capacity() * sizeof(Run);
 }
 
 void Matcher::finish(const Holders& holders, MatchRows& rows) {

@@ -38,6 +38,7 @@ class MatchRows {
 class Matcher {
  public:
   void match(const Holders& holders, const Holdings& holdings, Hashes query, std::int64_t pool, MatchRows& rows);
+  std::size_t bytes() const;
 
  private:
   struct Worker {

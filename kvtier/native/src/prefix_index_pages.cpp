@@ -14,7 +14,8 @@ std::size_t lane_stride(std::uint32_t capacity) {
 
 Pages::Pages(Memory& memory) : pages_(memory, sizeof(Page)) {
   for (const std::uint32_t slots : SLOT_CLASSES) hash_pools_.emplace_back(memory, (slots + 1) * sizeof(std::uint64_t));
-  for (std::uint32_t i = 0; i < LANE_CLASSES_COUNT; ++i) lane_pools_.emplace_back(memory, lane_stride(lane_capacity(i)));
+  for (std::uint32_t i = 0; i < LANE_CLASSES_COUNT; ++i)
+    lane_pools_.emplace_back(memory, lane_stride(lane_capacity(i)));
 }
 
 // 2, 3, 4, 6, 8, 12, ...
@@ -182,6 +183,14 @@ void Pages::touch(std::uint32_t id) {
   if (newest_ == id) return;
   unlink(id);
   link_newest(id);
+}
+
+std::uint32_t Pages::victim() {
+  while ((*this)[oldest_].used != 0) {
+    (*this)[oldest_].used = 0;
+    touch(oldest_);
+  }
+  return oldest_;
 }
 
 void Pages::link_newest(std::uint32_t id) {

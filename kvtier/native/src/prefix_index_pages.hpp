@@ -2,6 +2,7 @@
 // counts above one, matching.
 #pragma once
 
+#include <atomic>
 #include <bit>
 #include <cstdint>
 #include <vector>
@@ -35,7 +36,7 @@ struct Page {
   std::uint8_t hash_class;  // FREE: not in use
   std::uint8_t lane_class;
   std::uint8_t size;  // slots in use, dead ones included; never a dead one at the end
-  std::uint8_t unused;
+  std::uint8_t used;  // by a match since it was last touched or spared; written under a shared lock, so atomically
 
   static constexpr std::uint8_t FREE = 0xFF;
 };
@@ -63,6 +64,7 @@ class Pages {
   std::uint32_t count() const { return pages_.count() - free_count_; }
   bool is_free(std::uint32_t id) const { return (*this)[id].hash_class == Page::FREE; }
   std::uint32_t least_recent() const { return oldest_; }
+  std::uint32_t most_recent() const { return newest_; }
 
   // Slots of the page, `size` of them valid. Moves when any page grows, shrinks or dies.
   std::uint64_t* hashes(const Page& page) const {
@@ -85,6 +87,13 @@ class Pages {
   void remove_lane(std::uint32_t id, std::uint32_t index);
 
   void touch(std::uint32_t id);
+  // Spares the page once when it is the least recently touched. The only change that readers make.
+  void note_use(std::uint32_t id) const {
+    const std::atomic_ref<std::uint8_t> used((*this)[id].used);
+    if (used.load(std::memory_order_relaxed) == 0) used.store(1, std::memory_order_relaxed);
+  }
+  // The page to evict: least recently touched, those passed over that were used since. There must be a page.
+  std::uint32_t victim();
 
   // An id at the end that should move into a free one below, or NONE. See rename.
   std::uint32_t misplaced(std::uint32_t free_slack);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -15,6 +16,12 @@
 namespace kvtier::index {
 
 constexpr std::uint32_t NONE = 0xFFFFFFFFu;
+
+// Granularity of memory that the system hands out.
+inline std::size_t page_bytes() {
+  static const auto bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
 
 // Address space of one pool, reserved at first use. `touched` bytes from its start are (or were) written.
 class Region {
@@ -57,9 +64,7 @@ class Region {
   }
 
  private:
-  static constexpr std::size_t PAGE = 16384;  // a multiple of the page size of every platform we build on
-
-  static std::size_t round_up(std::size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
+  static std::size_t round_up(std::size_t bytes) { return (bytes + page_bytes() - 1) / page_bytes() * page_bytes(); }
 
   void commit(std::size_t bytes, std::size_t reserve) {
     if (base_ == nullptr) {
@@ -93,7 +98,8 @@ struct Memory {
 
 class Pool {
  public:
-  Pool(Memory& memory, std::size_t stride) : memory_(&memory), stride_(stride) {}
+  Pool(Memory& memory, std::size_t stride, std::size_t count_max = NONE)
+      : memory_(&memory), stride_(stride), count_max_(count_max) {}
 
   std::uint32_t count() const { return count_; }
   std::size_t used() const { return count_ * stride_; }
@@ -103,7 +109,7 @@ class Pool {
   // A new record at index count() - 1; its content is undefined. Throws std::bad_alloc, changing nothing.
   std::uint32_t allocate() {
     const std::size_t before = region_.touched();
-    region_.grow((count_ + std::size_t{1}) * stride_, memory_->reserve);
+    region_.grow((count_ + std::size_t{1}) * stride_, std::min(memory_->reserve, count_max_ * stride_));
     memory_->bytes += region_.touched() - before;
     return count_++;
   }
@@ -113,7 +119,7 @@ class Pool {
     const std::uint32_t last = --count_;
     const bool moved = index != last;
     if (moved) std::memcpy(at(index), at(last), stride_);
-    trim(count_ == 0 ? 0 : std::max(SLACK_MIN, used() / 32));
+    trim(count_ == 0 ? page_bytes() : std::max(SLACK_MIN, used() / 32));
     return moved;
   }
 
@@ -125,10 +131,11 @@ class Pool {
   }
 
  private:
-  static constexpr std::size_t SLACK_MIN = 16 << 10;  // kept, so that a count that swings costs no system calls
+  static constexpr std::size_t SLACK_MIN = 8 << 10;  // kept, so that a count that swings costs no system calls
 
   Memory* memory_;
   std::size_t stride_;
+  std::size_t count_max_;
   std::uint32_t count_ = 0;
   Region region_;
 };

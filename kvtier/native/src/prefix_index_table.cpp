@@ -44,9 +44,9 @@ inline std::uint8_t tag_of(std::uint64_t mixed) { return static_cast<std::uint8_
 }  // namespace
 
 Table::Table(Memory& memory, const Pages& pages, std::uint64_t seed) : pages_(pages), seed_(seed) {
-  for (std::size_t groups = 1; groups <= GROUPS_MAX; groups = std::max(groups + 1, groups * 5 / 4)) {
+  for (std::size_t groups = 1; groups <= GROUPS_MAX; groups = std::max(groups + 1, groups * 9 / 8)) {
     class_groups_.push_back(static_cast<std::uint32_t>(groups));
-    pools_.emplace_back(memory, groups * GROUP * (1 + sizeof(Position)) + GROUP);  // keeps tags aligned
+    pools_.emplace_back(memory, groups * GROUP * (1 + sizeof(Position)) + GROUP, PARTS + 1);  // keeps tags aligned
   }
 }
 
@@ -145,7 +145,7 @@ void Table::erase(std::uint64_t hash, Position at) {
   --count_;
   ++part.erased;
   const std::uint64_t slots = std::uint64_t{part.groups} * GROUP;
-  const bool sparse = part.full * std::uint64_t{10} < slots * 7 && part.erased >= part.full;
+  const bool sparse = part.full * std::uint64_t{10} < slots * 7 && std::uint64_t{part.erased} * 4 >= part.full;
   if (!sparse && part.full * std::uint64_t{2} >= slots) return;
   const std::uint32_t fitting = class_for(part.full);
   if (fitting < part.size_class) resize(part, fitting);

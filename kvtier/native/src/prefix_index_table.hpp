@@ -34,7 +34,7 @@ class Table {
   static constexpr std::uint32_t PARTS = 1u << PARTS_BITS;
   static constexpr std::uint32_t GROUP = 16;
   static constexpr std::uint32_t BATCH = 32;
-  static constexpr std::uint32_t CLASSES_A_STEP = 2;  // a part grows by half or more, but shrinks to what fits
+  static constexpr std::uint32_t CLASSES_A_STEP = 4;  // a part grows by half or more, but shrinks to what fits
 
   struct Part {
     std::uint8_t* record = nullptr;  // tags[groups * 16], positions[groups * 16], owner
