@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.bench.report import Bar, Result
-from kvtier.core.prefix_index import EventBatch, EventKind, HolderSpec, NativePrefixIndex
+from kvtier.core.event_columns import EventBatch, EventKind
+from kvtier.core.prefix_index import HolderSpec, NativePrefixIndex
 from kvtier.types import HolderId, HolderKind, Tier
 
 Blocks = npt.NDArray[np.uint64]
