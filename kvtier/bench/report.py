@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
-BENCHES = ("keys", "index", "copy")
+BENCHES = ("keys", "index", "copy", "store")
 """Names of the modules of this package that are benches."""
 
 

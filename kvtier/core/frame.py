@@ -78,6 +78,9 @@ class FrameName:
         require_digest("namespace", self.namespace)
         require_integer("codec_id", self.codec_id, 0, _CODEC_ID_MAX)
 
+    def __hash__(self) -> int:
+        return hash(self.key)  # a digest, and bytes keep their hash: tables of names look up often
+
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:

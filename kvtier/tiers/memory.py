@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.core.checks import require_integer
 from kvtier.core.checksum import checksum
-from kvtier.core.eviction import LruPolicy, PinToken, Policy, Removal
-from kvtier.core.eviction.policy import PinTable
+from kvtier.core.eviction import LruPolicy, PinToken, Policy
 from kvtier.core.frame import (
     HEADER_BYTES,
     FrameExpectation,
@@ -38,6 +37,7 @@ from kvtier.ports import (
     TierStats,
     require_batch,
 )
+from kvtier.tiers.residents import Residents
 from kvtier.tiers.tally import (
     Holding,
     Tally,
@@ -81,12 +81,11 @@ class MemoryTier:
         clock: Clock = time.monotonic,
     ) -> None:
         self._config = config
-        self._policy: Policy[FrameName] = LruPolicy() if policy is None else policy
-        self._observer = observer
+        self._residents = Residents(
+            config.tier, LruPolicy() if policy is None else policy, observer, clock
+        )
         self._clock = clock
         self._held: dict[FrameName, _Held] = {}
-        self._pins: PinTable[FrameName] = PinTable()
-        self._policy_pins: dict[FrameName, PinToken] = {}
         self._bytes = 0
         self._tally = Tally()
         self._is_open = True
@@ -109,7 +108,7 @@ class MemoryTier:
         results = [self._get(request, deadline_s) for request in requests]
         self._tally.count_gets(results)
         hits = [r.name for r, result in zip(requests, results, strict=True) if result.is_hit]
-        self._policy.on_touched(hits, self._clock())
+        self._residents.touch(hits)
         return results
 
     async def put_many(self, requests: Sequence[PutRequest], deadline_s: float) -> list[PutResult]:
@@ -122,7 +121,7 @@ class MemoryTier:
             for request, payload in zip(requests, payloads, strict=True)
         ]
         # Stored one by one the head would be the oldest; a touch of all restores the chain's order.
-        self._policy.on_touched([request.name for request in requests], self._clock())
+        self._residents.touch([request.name for request in requests])
         self._tally.count_puts(requests, results)
         return results
 
@@ -144,7 +143,7 @@ class MemoryTier:
 
     def stats(self) -> TierStats:
         """See `BlockTier.stats`."""
-        pinned = len(self._policy_pins)
+        pinned = self._residents.pinned_count
         return self._tally.stats(
             Holding(len(self._held), self._bytes, self._config.bytes_max, pinned)
         )
@@ -153,7 +152,6 @@ class MemoryTier:
         """Forget every block."""
         self._is_open = False
         self._held.clear()
-        self._policy_pins.clear()
         self._bytes = 0
 
     def names(self) -> list[FrameName]:
@@ -162,20 +160,15 @@ class MemoryTier:
 
     def coldest(self, count: int) -> list[FrameName]:
         """See `LocalTier.coldest`."""
-        return self._policy.victims(count, self._clock())
+        return self._residents.coldest(count)
 
     def pin(self, name: FrameName) -> PinToken | None:
         """See `LocalTier.pin`."""
-        if name not in self._held:
-            return None
-        if name not in self._policy_pins:
-            self._policy_pins[name] = self._policy.pin(name)
-        return self._pins.pin(name)
+        return self._residents.pin(name) if name in self._held else None
 
     def unpin(self, name: FrameName, token: PinToken) -> None:
         """See `LocalTier.unpin`."""
-        if self._pins.unpin(name, token):
-            self._policy.unpin(name, self._policy_pins.pop(name))
+        self._residents.unpin(name, token)
 
     def frame_memory(self, name: FrameName) -> memoryview | None:
         """The very memory of a frame, to damage it in a test; None if it is not there."""
@@ -250,33 +243,24 @@ class MemoryTier:
         return PutResult(PutStatus.DUPLICATE if same else PutStatus.DIVERGENT)
 
     def _publish(self, request: PutRequest, frame: bytearray) -> None:
-        self._policy.on_stored([request.name], self._clock(), [request.retention])
         self._held[request.name] = _Held(frame, request.owner.writer_id, request.owner.scope)
         self._bytes += len(frame)
-        if self._observer is not None:
-            self._observer.on_tier_stored(self.tier, [request.name])
+        self._residents.store([request.name], [request.retention])
 
     def _make_room(self, frame_bytes: int) -> bool:
         """Evict until a frame fits; False where what is left is pinned. Nothing is reserved."""
         while self._bytes + frame_bytes > self._config.bytes_max:
-            victims = self._policy.victims(1, self._clock())
+            victims = self._residents.coldest(1)
             if not victims:
                 return False
             self._remove(victims, RemovalCause.EVICTED)
         return True
 
     def _remove(self, names: Sequence[FrameName], cause: RemovalCause) -> None:
-        if not names:
-            return
         for name in names:
             self._bytes -= len(self._held.pop(name).frame)
-            self._pins.forget(name)
-            self._policy_pins.pop(name, None)
         self._tally.removals[cause] += len(names)
-        evicted = cause is RemovalCause.EVICTED
-        self._policy.on_removed(names, Removal.EVICTED if evicted else Removal.DROPPED)
-        if self._observer is not None:
-            self._observer.on_tier_removed(self.tier, names, cause)
+        self._residents.remove(names, cause)
 
     def _require_time(self, deadline_s: float) -> None:
         if self._clock() >= deadline_s:

@@ -11,5 +11,6 @@ void bind_chain(nanobind::module_& m);
 void bind_checksum(nanobind::module_& m);
 void bind_copy(nanobind::module_& m);
 void bind_slots(nanobind::module_& m);
+void bind_arena(nanobind::module_& m);
 
 }  // namespace kvtier

@@ -11,4 +11,5 @@ NB_MODULE(_native, m) {
   kvtier::bind_checksum(m);
   kvtier::bind_copy(m);
   kvtier::bind_slots(m);
+  kvtier::bind_arena(m);
 }

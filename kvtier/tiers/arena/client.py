@@ -1,0 +1,563 @@
+"""An arena seen from another process of its node: reads without a call, puts through a segment.
+
+`get_many` and `contains` look into shared memory and call nobody: a block that is resident is
+copied to the caller's buffer and verified there, in one native call a batch. What is not found,
+or changes while it is read, is a miss: the store's own `Acquire` may know more. `put_many` copies
+payloads into the segment group by group while the store takes the groups before out of it; what
+already stands in memory from `allocate` is not copied again.
+
+Blocking, safe from several threads; reads run in parallel, everything that talks waits its turn.
+Nothing here raises for a store that is gone: reads go on as long as the memory says "serving",
+puts are ERROR, and `is_attached` turns false: connect anew.
+What must not live here: retries, asyncio, device memory.
+"""
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from kvtier.core.checks import require_integer
+from kvtier.core.frame import FrameExpectation, FrameHeader, FrameName, verify_copied
+from kvtier.errors import (
+    BackendError,
+    CallerError,
+    DeadlineError,
+    FrameError,
+    FrameFault,
+    UnavailableError,
+)
+from kvtier.ports import (
+    Clock,
+    GetRequest,
+    GetResult,
+    GetStatus,
+    PutRequest,
+    PutResult,
+    PutStatus,
+    Refusal,
+    require_batch,
+)
+from kvtier.tiers.arena import messages
+from kvtier.tiers.arena.directory import (
+    ABI_VERSION,
+    ANY_LENGTH,
+    NATIVE,
+    ArenaOperations,
+    Read,
+    ReadStatus,
+    frame_header_of,
+    located,
+    packed_names,
+    read_layout,
+    reads,
+)
+from kvtier.tiers.arena.holdings import Wanted
+from kvtier.tiers.arena.memory import Sealing, SharedMemory, attach
+from kvtier.tiers.arena.messages import (
+    BlockToCommit,
+    Granted,
+    Hello,
+    Kind,
+    LeasedBlock,
+)
+from kvtier.tiers.tally import failed_get, payload_view
+
+_TOUCHES_MAX: Final = 256
+_GROUP_BYTES: Final = 4 << 20
+"""Blocks of a put that are handed over together: the next group is copied meanwhile."""
+_GROUP_BLOCKS: Final = 64
+_ALIGNMENT: Final = 64
+_FDS_COUNT: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaClientConfig:
+    """`staging_bytes` of the segment are for `put_many`; the rest is for `allocate`.
+
+    A staging area of two groups of blocks stays in the processor's last cache, so that the copy
+    into it costs half of one that goes to memory: a larger one is slower.
+    """
+
+    segment_bytes: int = 8 << 20
+    staging_bytes: int = 8 << 20
+    connect_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        require_integer("segment_bytes", self.segment_bytes, 1, 1 << 46)
+        require_integer("staging_bytes", self.staging_bytes, 0, self.segment_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedMemory:
+    """The three mappings of a session."""
+
+    directory: SharedMemory
+    slots: SharedMemory
+    segment: SharedMemory
+
+    def close(self) -> None:
+        for memory in (self.directory, self.slots, self.segment):
+            memory.close()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Blocks that were handed over and are not answered yet; their part of the staging area."""
+
+    tag: int
+    positions: list[int]
+    start: int
+    end: int
+
+
+class ArenaClient:
+    """One session with an arena. Make it with `connect_arena`."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        memory: AttachedMemory,
+        config: ArenaClientConfig,
+        clock: Clock = time.monotonic,
+        operations: ArenaOperations = NATIVE,
+    ) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._config = config
+        self._clock = clock
+        self._operations = operations
+        self._lock = threading.Lock()
+        self._tags = itertools.count(1)
+        self._touched: list[tuple[int, int]] = []
+        self._allocated = config.staging_bytes
+        self._segment_address = _address(memory.segment.view)
+        self._attached = True
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the store was there when it was last spoken to."""
+        return self._attached
+
+    def contains(self, names: Sequence[FrameName]) -> list[bool]:
+        """Which blocks are resident. No call."""
+        return [one is not None for one in self._find(names)]
+
+    def get_many(self, requests: Sequence[GetRequest]) -> list[GetResult]:
+        """Read resident blocks; see `BlockTier.get_many`. No call, no waiting, O(bytes)."""
+        require_batch(requests, 0.0)
+        targets = self._targets(requests)
+        names = packed_names([request.name for request in requests])
+        lengths = np.array([_length(request) for request in requests], np.uint64)
+        memory = self._memory
+        try:
+            records = self._operations.read(
+                memory.directory.view, memory.slots.view, names, lengths, targets
+            )
+        except (ValueError, TypeError) as error:
+            raise CallerError(str(error)) from error
+        results = []
+        touched, corrupt = [], []
+        for i, read in enumerate(reads(records)):
+            result = _answer(requests[i], targets[i], read, records, i)
+            results.append(result)
+            if result.is_hit:
+                touched.append((read.entry, read.generation))
+            elif result.status is GetStatus.CORRUPT:
+                corrupt.append((read.entry, read.generation))
+        self._tell_used(touched, corrupt)
+        return results
+
+    def put_many(self, requests: Sequence[PutRequest], deadline_s: float) -> list[PutResult]:
+        """Put blocks; see `BlockTier.put_many`. Copies into the segment while the store works.
+
+        Past the deadline the connection is given up (its staging area may still be read), and the
+        blocks without an answer are TIMEOUT; those of a store that is gone are ERROR.
+        """
+        require_batch(requests, deadline_s)
+        payloads = [payload_view(request.payload) for request in requests]
+        with self._lock:
+            return _Put(self, requests, payloads, deadline_s).run()
+
+    def allocate(self, size_bytes: int) -> memoryview:
+        """Writable memory in the segment, aligned, for payloads that are put without a copy.
+
+        Lives as long as the session and is not given back before. Raises BackendError where the
+        segment has no room left.
+        """
+        require_integer("size_bytes", size_bytes, 1, self._config.segment_bytes)
+        with self._lock:
+            start = -(-self._allocated // _ALIGNMENT) * _ALIGNMENT
+            if start + size_bytes > self._memory.segment.view.nbytes:
+                raise BackendError("the segment has no room left")
+            self._allocated = start + size_bytes
+        return self._memory.segment.view[start : start + size_bytes]
+
+    def offset_in_segment(self, payload: memoryview) -> int | None:
+        """Where in the segment a payload stands; None if it does not."""
+        if not payload.nbytes:
+            return 0
+        offset = _address(payload) - self._segment_address
+        inside = 0 <= offset <= self._memory.segment.view.nbytes - payload.nbytes
+        return offset if inside else None
+
+    @property
+    def staging_bytes(self) -> int:
+        """The part of the segment that `put_many` uses."""
+        return self._config.staging_bytes
+
+    def stage(self, offset: int, payload: memoryview) -> None:
+        """Copy a payload into the staging area, under the lock.
+
+        A plain copy, through the caches: the store hashes what it makes of it.
+        """
+        target = self._memory.segment.view[offset : offset + payload.nbytes]
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
+
+    def reserve(self, blocks: Sequence[Wanted], ttl_ms: int, deadline_s: float) -> list[Granted]:
+        """Take slots for blocks that will be written into the segment and committed."""
+        body = self._call(
+            lambda tag: messages.pack_reserve(tag, ttl_ms, blocks), len(blocks), deadline_s
+        )
+        return messages.parse_granted(len(blocks), body)
+
+    def commit(self, blocks: Sequence[BlockToCommit], deadline_s: float) -> list[PutResult]:
+        """Have blocks that stand in the segment verified and published."""
+        body = self._call(lambda tag: messages.pack_commit(tag, blocks), len(blocks), deadline_s)
+        return messages.parse_results(len(blocks), body)
+
+    def abort(self, reservation_ids: Sequence[int], deadline_s: float) -> None:
+        """Give reservations up. Their part of the segment is the caller's again."""
+        self._call(lambda tag: messages.pack_ids(Kind.ABORT, tag, reservation_ids), 0, deadline_s)
+
+    def lease(
+        self, names: Sequence[FrameName], ttl_ms: int, deadline_s: float
+    ) -> list[LeasedBlock | None]:
+        """Keep resident blocks from being evicted while a device reads them; None: not there."""
+        body = self._call(
+            lambda tag: messages.pack_lease(tag, ttl_ms, names), len(names), deadline_s
+        )
+        return messages.parse_leased(len(names), body)
+
+    def leased_view(self, leased: LeasedBlock) -> memoryview:
+        """The slot of a leased block, read-only.
+
+        Verify what was transferred and then ask `is_valid`, both before using it.
+        """
+        view = self._memory.slots.view[leased.slot_offset :]
+        return view[: leased.payload_bytes]
+
+    def is_valid(self, leased: Sequence[LeasedBlock]) -> list[bool]:
+        """Whether each block was there all along: to be asked at the end of the read. No call."""
+        answers = self._operations.unchanged(
+            self._memory.directory.view,
+            np.array([one.entry for one in leased], np.uint64),
+            np.array([one.generation for one in leased], np.uint64),
+        )
+        return [answer == 1 for answer in answers]
+
+    def release(self, leased: Sequence[LeasedBlock], deadline_s: float) -> None:
+        """End leases. Idempotent."""
+        ids = [one.lease_id for one in leased]
+        self._call(lambda tag: messages.pack_ids(Kind.RELEASE, tag, ids), 0, deadline_s)
+
+    def flush_touches(self) -> None:
+        """Tell the store which blocks were read, so that it keeps them; never waits."""
+        with self._lock:
+            self._flush_touches()
+
+    def close(self) -> None:
+        """End the session. Views that were handed out keep their memory. Idempotent."""
+        with self._lock:
+            self._detach()
+            self._memory.close()
+
+    def _find(self, names: Sequence[FrameName]) -> list[int | None]:
+        """Payload lengths of resident blocks."""
+        require_batch(names, 0.0)
+        try:
+            records = self._operations.find(self._memory.directory.view, packed_names(names))
+        except (ValueError, TypeError) as error:
+            raise CallerError(str(error)) from error
+        return [None if one is None else one.payload_bytes for one in located(records)]
+
+    def _targets(self, requests: Sequence[GetRequest]) -> list[memoryview]:
+        """Memory for each payload: the caller's, or fresh as long as the block is."""
+        without = [request.name for request in requests if request.into is None]
+        lengths = iter(self._find(without)) if without else iter(())
+        targets = []
+        limit = self._memory.slots.view.nbytes
+        for request in requests:
+            if request.into is not None:
+                into = request.into
+                targets.append(into.cast("B") if into.nbytes else memoryview(bytearray()))
+            else:
+                length = next(lengths) or 0
+                targets.append(memoryview(bytearray(length if length <= limit else 0)))
+        return targets
+
+    def _tell_used(self, touched: list[tuple[int, int]], corrupt: list[tuple[int, int]]) -> None:
+        with self._lock:
+            self._touched.extend(touched)
+            if corrupt:
+                self._hint(messages.pack_pairs(Kind.CORRUPT, corrupt[: messages.ITEMS_COUNT_MAX]))
+            if len(self._touched) >= _TOUCHES_MAX:
+                self._flush_touches()
+
+    def _flush_touches(self) -> None:
+        touched, self._touched = self._touched[-messages.ITEMS_COUNT_MAX :], []
+        if touched:
+            self._hint(messages.pack_pairs(Kind.TOUCH, touched))
+
+    def _hint(self, message: bytes) -> None:
+        """Send what needs no answer, or leave it where that would wait."""
+        if not self._attached:
+            return
+        try:
+            self._connection.settimeout(0)
+            self._connection.send(message)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._detach()
+
+    def _call(self, message: Callable[[int], bytes], count: int, deadline_s: float) -> bytes:
+        """Send a request and return its answer's body.
+
+        DeadlineError or UnavailableError, and then the session is over.
+        """
+        with self._lock:
+            tag = next(self._tags)
+            self.send(message(tag), deadline_s)
+            answered, answers, body = self.receive(deadline_s)
+            if (answered, answers) != (tag, count):
+                self._detach()
+                raise UnavailableError("the arena answered something else")
+            return body
+
+    def new_tag(self) -> int:
+        """For a request that is sent under the lock."""
+        return next(self._tags)
+
+    def send(self, message: bytes, deadline_s: float) -> None:
+        """Send one message under the lock. Errors as `_call`."""
+        if not self._attached:
+            raise UnavailableError("no session with the arena")
+        try:
+            self._wait_until(deadline_s)
+            self._connection.send(message)
+        except TimeoutError:
+            self._detach()
+            raise DeadlineError("the arena takes no message") from None
+        except OSError as error:
+            self._detach()
+            raise UnavailableError(f"the arena is gone: {error}") from error
+
+    def receive(self, deadline_s: float) -> tuple[int, int, bytes]:
+        """The next answer, under the lock: its tag, its count of items, its body."""
+        try:
+            self._wait_until(deadline_s)
+            message = self._connection.recv(messages.MESSAGE_BYTES_MAX)
+            head, body = messages.head_of(message)
+        except TimeoutError:
+            self._detach()
+            raise DeadlineError("the arena does not answer") from None
+        except (OSError, CallerError) as error:
+            self._detach()
+            raise UnavailableError(f"the arena is gone: {error}") from error
+        if head.kind is not Kind.ANSWER:
+            self._detach()
+            raise UnavailableError("the arena does not answer what it was asked")
+        return head.tag, head.count, body
+
+    def _wait_until(self, deadline_s: float) -> None:
+        remaining = deadline_s - self._clock()
+        if remaining <= 0:
+            raise TimeoutError
+        self._connection.settimeout(remaining)
+
+    def _detach(self) -> None:
+        if self._attached:
+            self._attached = False
+            self._connection.close()
+
+
+class _Put:
+    """One `put_many`, under the client's lock."""
+
+    def __init__(
+        self,
+        client: ArenaClient,
+        requests: Sequence[PutRequest],
+        payloads: Sequence[memoryview],
+        deadline_s: float,
+    ) -> None:
+        self._client = client
+        self._requests = requests
+        self._payloads = payloads
+        self._deadline_s = deadline_s
+        self._results: dict[int, PutResult] = {}
+        self._handed: deque[_Group] = deque()
+        self._at = 0
+
+    def run(self) -> list[PutResult]:
+        """Hand over group by group, and collect the answers."""
+        rest = PutResult(PutStatus.TIMEOUT)
+        try:
+            for positions in self._groups():
+                self._hand_over(positions)
+            while self._handed:
+                self._collect()
+        except DeadlineError:
+            rest = PutResult(PutStatus.TIMEOUT)
+        except UnavailableError:
+            rest = PutResult(PutStatus.ERROR, "unavailable")
+        return [self._results.get(i, rest) for i in range(len(self._requests))]
+
+    def _groups(self) -> Iterator[list[int]]:
+        """Positions of blocks that go together, in order."""
+        group: list[int] = []
+        group_bytes = 0
+        for i, payload in enumerate(self._payloads):
+            size = self._staged_bytes(payload)
+            if size > self._client.staging_bytes:
+                self._results[i] = PutResult(PutStatus.REFUSED, Refusal.TOO_LONG)
+                continue
+            full = group_bytes + payload.nbytes > _GROUP_BYTES or len(group) == _GROUP_BLOCKS
+            if group and full:
+                yield group
+                group, group_bytes = [], 0
+            group.append(i)
+            group_bytes += payload.nbytes
+        if group:
+            yield group
+
+    def _staged_bytes(self, payload: memoryview) -> int:
+        if self._client.offset_in_segment(payload) is not None:
+            return 0
+        return -(-payload.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def _hand_over(self, positions: list[int]) -> None:
+        need = sum(self._staged_bytes(self._payloads[i]) for i in positions)
+        group = _Group(self._client.new_tag(), positions, *self._room(need))
+        blocks = []
+        at = group.start
+        for i in positions:
+            request, payload = self._requests[i], self._payloads[i]
+            offset = self._client.offset_in_segment(payload)
+            if offset is None:
+                offset = at
+                self._client.stage(at, payload)
+                at += self._staged_bytes(payload)
+            wanted = Wanted(request.name, payload.nbytes, request.owner, request.retention)
+            blocks.append(BlockToCommit(wanted, offset, request.payload_checksum))
+        self._client.send(messages.pack_commit(group.tag, blocks), self._deadline_s)
+        self._handed.append(group)
+
+    def _room(self, need: int) -> tuple[int, int]:
+        """A part of the staging area that the store is done with."""
+        if self._at + need > self._client.staging_bytes:
+            self._at = 0
+        start, end = self._at, self._at + need
+        while any(group.start < end and start < group.end for group in self._handed):
+            self._collect()
+        self._at = end
+        return start, end
+
+    def _collect(self) -> None:
+        group = self._handed.popleft()
+        tag, count, body = self._client.receive(self._deadline_s)
+        if (tag, count) != (group.tag, len(group.positions)):
+            raise UnavailableError("the arena answered something else")
+        for i, result in zip(group.positions, messages.parse_results(count, body), strict=True):
+            self._results[i] = result
+
+
+def connect_arena(path: Path, config: ArenaClientConfig | None = None) -> ArenaClient:
+    """Open a session with the arena behind a Unix socket. Blocks up to `connect_s`.
+
+    Raises UnavailableError where there is none, or it refuses (another ABI, too many sessions):
+    then the caller uses the store's service, or misses.
+    """
+    config = ArenaClientConfig() if config is None else config
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(config.connect_s)
+        connection.connect(str(path))
+        connection.send(messages.pack_hello(Hello(ABI_VERSION, config.segment_bytes)))
+        message, fds, _, _ = socket.recv_fds(connection, messages.MESSAGE_BYTES_MAX, 3)
+        memory = _attach_all(message, fds)
+    except OSError as error:
+        connection.close()
+        raise UnavailableError(f"no arena there: {error}") from error
+    except (CallerError, BackendError) as error:
+        connection.close()
+        raise UnavailableError(f"no session with the arena: {error}") from error
+    return ArenaClient(connection, memory, config)
+
+
+def _attach_all(message: bytes, fds: list[int]) -> AttachedMemory:
+    """Map what came with a welcome. CallerError or BackendError; the descriptors are closed."""
+    unused = deque(fds)
+    attached: list[SharedMemory] = []
+    try:
+        head, body = messages.head_of(message)
+        if head.kind is not Kind.WELCOME or len(fds) != _FDS_COUNT:
+            raise CallerError(f"refused: {body[:64].decode('ascii', 'replace')}")
+        welcome = messages.parse_welcome(body)
+        for sealing in (Sealing.OWNER_WRITES, Sealing.OWNER_WRITES, Sealing.OTHERS_WRITE):
+            attached.append(attach(unused.popleft(), sealing))
+        memory = AttachedMemory(*attached)
+        layout = read_layout(memory.directory.view)
+        if welcome.epoch != layout.epoch or memory.slots.view.nbytes < layout.slots_bytes:
+            raise CallerError("the arena's memory is not what its server says")
+    except (CallerError, BackendError):
+        for fd in unused:
+            os.close(fd)
+        for mapped in attached:
+            mapped.close()
+        raise
+    for mapped in attached:
+        mapped.populate()
+    return memory
+
+
+def _answer(
+    request: GetRequest, target: memoryview, read: Read, records: bytes, position: int
+) -> GetResult:
+    match read.status:
+        case ReadStatus.HIT:
+            header = FrameHeader(
+                request.name, read.writer_id, read.payload_bytes, read.payload_checksum
+            )
+            return GetResult(GetStatus.HIT, target[: read.payload_bytes], header)
+        case ReadStatus.MISS:
+            return GetResult(GetStatus.MISS)
+        case ReadStatus.BUFFER_SHORT:
+            return GetResult(GetStatus.ERROR, reason="buffer_short")
+        case ReadStatus.PAYLOAD:
+            return GetResult(GetStatus.CORRUPT, reason=FrameFault.PAYLOAD_CHECKSUM.value)
+    expected = FrameExpectation(request.name, request.payload_bytes)
+    frame = frame_header_of(records, position)
+    try:
+        verify_copied(frame, read.payload_bytes, read.payload_checksum, expected)
+    except FrameError as error:
+        return failed_get(error)
+    return GetResult(GetStatus.CORRUPT, reason=FrameFault.HEADER_FIELD.value)
+
+
+def _length(request: GetRequest) -> int:
+    return ANY_LENGTH if request.payload_bytes is None else request.payload_bytes
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    return address

@@ -1,0 +1,309 @@
+"""What an arena holds: slots, directory entries, names and their order, kept consistent.
+
+The state of the one process that writes the arena, without I/O. A block's way: reserved (slot and
+entry taken, nobody sees them), filled by its writer, published or aborted; a reservation whose
+writer may still write is quarantined, and no time frees it. What must not live here: copying
+payloads, event loops, sockets, clients.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kvtier.core.eviction import Retention
+from kvtier.core.frame import FrameName
+from kvtier.core.slots import SlotAllocator
+from kvtier.errors import CallerError
+from kvtier.ports import BlockOwner, PutResult, PutStatus, Refusal, RemovalCause
+from kvtier.tiers.arena.directory import (
+    ArenaOperations,
+    Buffer,
+    DirectoryLayout,
+    packed_block,
+    packed_names,
+)
+from kvtier.tiers.arena.slabs import Lengths, SlabAllocator, Slot, slot_bytes
+from kvtier.tiers.residents import Residents
+from kvtier.tiers.tally import Tally
+from kvtier.types import ScopeId
+
+_LOOKAHEAD_BLOCKS = 16
+"""How far down the order of eviction room of the right class is looked for."""
+
+_STORED = PutResult(PutStatus.STORED)
+_DUPLICATE = PutResult(PutStatus.DUPLICATE)
+_DIVERGENT = PutResult(PutStatus.DIVERGENT)
+
+
+class ReservationState(Enum):
+    """Where a reservation is on its way."""
+
+    OPEN = "open"
+    QUARANTINED = "quarantined"
+    """Given up, but its writer may still write: keeps its slot."""
+    CLOSED = "closed"
+    """Published, aborted or released."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A block that is going to be written."""
+
+    name: FrameName
+    payload_bytes: int
+    owner: BlockOwner
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """A slot and an entry for one block that is being written."""
+
+    wanted: Wanted
+    slot: Slot
+    entry: int
+    state: ReservationState = ReservationState.OPEN
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One published block. Never changed (not frozen for the reason of `Slot`)."""
+
+    entry: int
+    generation: int
+    slot: Slot
+    writer_id: int
+    scope: ScopeId
+    payload_bytes: int
+    payload_checksum: int
+
+    def compared(self, payload_bytes: int, payload_checksum: int) -> PutResult:
+        """The outcome of putting these bytes where this block is."""
+        mine = (self.payload_bytes, self.payload_checksum)
+        return _DUPLICATE if mine == (payload_bytes, payload_checksum) else _DIVERGENT
+
+
+class Holdings:
+    """The directory's writer: every change of what readers can find goes through here."""
+
+    def __init__(
+        self,
+        directory: Buffer,
+        layout: DirectoryLayout,
+        slabs: SlabAllocator,
+        residents: Residents,
+        operations: ArenaOperations,
+    ) -> None:
+        self.held: dict[FrameName, Held] = {}
+        self.by_entry: dict[int, FrameName] = {}
+        self.tally = Tally()
+        self._directory = directory
+        self._operations = operations
+        self._slabs = slabs
+        self._residents = residents
+        self._entries = SlotAllocator(layout.entries_count)
+        self._by_slab: dict[int, dict[FrameName, None]] = {}
+        self._reserved = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that is given to blocks, reservations and the rounding between them."""
+        return self._slabs.given_bytes
+
+    @property
+    def reserved_count(self) -> int:
+        """Reservations that are open or in quarantine."""
+        return self._reserved
+
+    @property
+    def quarantined_count(self) -> int:
+        return self._slabs.quarantined_count
+
+    def reserve_many(self, wanted: Sequence[Wanted]) -> list[Reservation | Refusal]:
+        """Take a slot and an entry each, evicting what is cold and not pinned, or say why not."""
+        sizes = [_slot_bytes(one) for one in wanted]
+        taken: list[Reservation | Refusal] = []
+        for size, group in itertools.groupby(range(len(wanted)), key=sizes.__getitem__):
+            positions = list(group)
+            if size > self._slabs.slab_bytes:
+                taken += [Refusal.TOO_LONG] * len(positions)
+                continue
+            entries = self._take_entries(len(positions))
+            slots = self._take_slots(size, len(entries))
+            self._entries.free(entries[len(slots) :])
+            self._reserved += len(slots)
+            taken += [
+                Reservation(wanted[i], slot, entry)
+                for i, slot, entry in zip(positions, slots, entries, strict=False)
+            ]
+            taken += [Refusal.FULL] * (len(positions) - len(slots))
+        return taken
+
+    def publish(
+        self, reservations: Sequence[Reservation], checksums: Sequence[int]
+    ) -> list[PutResult]:
+        """Publish filled slots, one chain, each with the checksum of what is in it.
+
+        Where a block of that name was published meanwhile the first is kept and the slot freed.
+        CallerError for a reservation that is not open.
+        """
+        results: list[PutResult | None] = []
+        fresh: dict[FrameName, tuple[Reservation, int]] = {}
+        for reservation, checksum in zip(reservations, checksums, strict=True):
+            _require_open(reservation)
+            wanted = reservation.wanted
+            size = wanted.payload_bytes
+            first = self.held.get(wanted.name)
+            if first is not None:
+                results.append(first.compared(size, checksum))
+                self.abort([reservation])
+            elif wanted.name in fresh:
+                other, seen = fresh[wanted.name]
+                same = (other.wanted.payload_bytes, seen) == (size, checksum)
+                results.append(_DUPLICATE if same else _DIVERGENT)
+                self.abort([reservation])
+            else:
+                fresh[wanted.name] = (reservation, checksum)
+                results.append(None)
+        published = iter(self._publish_fresh(list(fresh.values())))
+        return [next(published) if result is None else result for result in results]
+
+    def abort(self, reservations: Iterable[Reservation]) -> None:
+        """Free the slots of reservations whose writers write no more. Closed ones are ignored."""
+        for reservation in reservations:
+            if reservation.state is ReservationState.CLOSED:
+                continue
+            if reservation.state is ReservationState.OPEN:
+                self._slabs.free([reservation.slot])
+            else:
+                self._slabs.release_quarantine(reservation.slot)
+            self._entries.free((reservation.entry,))
+            self._close(reservation)
+
+    def quarantine(self, reservation: Reservation) -> None:
+        """Give up an open reservation whose writer may still write: only `abort` frees it."""
+        if reservation.state is ReservationState.OPEN:
+            self._slabs.quarantine(reservation.slot)
+            reservation.state = ReservationState.QUARANTINED
+
+    def remove(self, names: Sequence[FrameName], cause: RemovalCause) -> None:
+        """Make held blocks unfindable and free their slots; readers in the middle of one miss."""
+        if not names:
+            return
+        gone = [self.held.pop(name) for name in names]
+        entries = np.array([held.entry for held in gone], np.uint32)
+        self._operations.remove(self._directory, entries, packed_names(names))
+        for name, held in zip(names, gone, strict=True):
+            neighbours = self._by_slab[held.slot.slab]
+            del neighbours[name]
+            if not neighbours:
+                del self._by_slab[held.slot.slab]
+            del self.by_entry[held.entry]
+        self._slabs.free([held.slot for held in gone])
+        self._entries.free(entries)
+        self.tally.removals[cause] += len(names)
+        self._residents.remove(names, cause)
+
+    def _publish_fresh(self, fresh: Sequence[tuple[Reservation, int]]) -> list[PutResult]:
+        if not fresh:
+            return []
+        generations = self._operations.publish(
+            self._directory,
+            packed_names([reservation.wanted.name for reservation, _ in fresh]),
+            b"".join(
+                packed_block(
+                    reservation.entry,
+                    reservation.slot.offset,
+                    reservation.wanted.owner.writer_id,
+                    reservation.wanted.payload_bytes,
+                    checksum,
+                )
+                for reservation, checksum in fresh
+            ),
+        )
+        results = []
+        stored = []
+        for (reservation, checksum), generation in zip(
+            fresh, np.frombuffer(generations, np.uint64).tolist(), strict=True
+        ):
+            if generation == 0:
+                self.abort([reservation])
+                results.append(PutResult(PutStatus.ERROR, "directory_full"))
+                continue
+            self._keep(reservation, checksum, generation)
+            stored.append(reservation.wanted)
+            results.append(_STORED)
+        self._residents.store([one.name for one in stored], [one.retention for one in stored])
+        return results
+
+    def _keep(self, reservation: Reservation, checksum: int, generation: int) -> None:
+        wanted, slot = reservation.wanted, reservation.slot
+        self.held[wanted.name] = Held(
+            reservation.entry,
+            generation,
+            slot,
+            wanted.owner.writer_id,
+            wanted.owner.scope,
+            wanted.payload_bytes,
+            checksum,
+        )
+        self.by_entry[reservation.entry] = wanted.name
+        self._by_slab.setdefault(slot.slab, {})[wanted.name] = None
+        self._close(reservation)
+
+    def _close(self, reservation: Reservation) -> None:
+        reservation.state = ReservationState.CLOSED
+        self._reserved -= 1
+
+    def _take_entries(self, count: int) -> list[int]:
+        missing = count - self._entries.free_count
+        if missing > 0:
+            self.remove(self._residents.coldest(missing), RemovalCause.EVICTED)
+        entries: list[int] = self._entries.allocate_up_to(count).tolist()
+        return entries
+
+    def _take_slots(self, size: int, count: int) -> list[Slot]:
+        """As many slots as can be had; evicts only what is needed, several at a time."""
+        slots = self._slabs.allocate_up_to(size, count)
+        while len(slots) < count:
+            victims = self._victims(size, count - len(slots))
+            if not victims:
+                break
+            self.remove(victims, RemovalCause.EVICTED)
+            slots += self._slabs.allocate_up_to(size, count - len(slots))
+        return slots
+
+    def _victims(self, size: int, count: int) -> list[FrameName]:
+        """What to evict for slots of `size`: the coldest blocks of its class, or a whole slab.
+
+        A slab of another class goes when a block in it is colder than any of the own class, and
+        nothing in it is pinned or being written. One slab serves many slots, so this evicts as
+        many bytes as are then stored, not more.
+        """
+        coldest = self._residents.coldest(count)
+        fitting = list(itertools.takewhile(lambda n: self.held[n].slot.size == size, coldest))
+        if fitting:
+            return fitting
+        coldest = self._residents.coldest(_LOOKAHEAD_BLOCKS)
+        for name in coldest:
+            slot = self.held[name].slot
+            if slot.size == size:
+                return [name]
+            neighbours = self._by_slab[slot.slab]
+            whole = self._slabs.taken_count(slot.slab) == len(neighbours)
+            if whole and not any(map(self._residents.is_pinned, neighbours)):
+                return list(neighbours)
+        return coldest[:1]
+
+
+def _slot_bytes(wanted: Wanted) -> int:
+    lengths = Lengths.FIXED if wanted.name.codec_id == 0 else Lengths.VARYING
+    return slot_bytes(wanted.payload_bytes, lengths)
+
+
+def _require_open(reservation: Reservation) -> None:
+    if reservation.state is not ReservationState.OPEN:
+        raise CallerError(f"the reservation is {reservation.state.value}, not open")

@@ -1,0 +1,365 @@
+"""What an arena's client and its server say to each other over the Unix socket, as bytes.
+
+One SEQPACKET message each: a head (kind, count of items, tag of the request) and packed items,
+little-endian. Answers carry the tag; TOUCH and CORRUPT have none. Everything is parsed, never
+trusted: what does not parse is a CallerError and ends the connection. Payload never travels here.
+What must not live here: sockets, file descriptors, what the messages do.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from kvtier.core.eviction import Retention
+from kvtier.core.frame import FrameName
+from kvtier.errors import CallerError
+from kvtier.ports import BlockOwner, PutResult, PutStatus
+from kvtier.tiers.arena.directory import NAME_BYTES, packed_name, parsed_name
+from kvtier.tiers.arena.holdings import Wanted
+from kvtier.types import ScopeId
+
+MESSAGE_BYTES_MAX: Final = 96 << 10
+ITEMS_COUNT_MAX: Final = 256
+SCOPE_BYTES_MAX: Final = 1024
+
+_HEAD: Final = struct.Struct("<BxHI")
+_HELLO: Final = struct.Struct("<IQ")
+_WELCOME: Final = struct.Struct("<IQQ")
+_BLOCK: Final = struct.Struct("<QBdH")
+_COMMIT: Final = struct.Struct("<QQQQB")
+_RESERVE: Final = struct.Struct("<Q")
+_ID: Final = struct.Struct("<Q")
+_PAIR: Final = struct.Struct("<QQ")
+_TTL: Final = struct.Struct("<I")
+_LEASE: Final = struct.Struct("<QQQQQQ")
+_RESULT: Final = struct.Struct("<BB")
+_STATUSES: Final = tuple(PutStatus)
+_PLAIN_RESULTS: Final = tuple(PutResult(status) for status in _STATUSES)
+_STATUS_IDS: Final = {status: i for i, status in enumerate(_STATUSES)}
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    WELCOME = 2
+    """Comes with the descriptors of directory, slots and segment."""
+    REFUSED = 3
+    RESERVE = 4
+    COMMIT = 5
+    ABORT = 6
+    LEASE = 7
+    RELEASE = 8
+    TOUCH = 9
+    CORRUPT = 10
+    ANSWER = 11
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of every message."""
+
+    kind: Kind
+    count: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A client introduces itself, with the ABI it was built for."""
+
+    abi: int
+    segment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What the client got."""
+
+    abi: int
+    epoch: int
+    segment_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockToCommit:
+    """A block that stands in the client's segment. `reservation_id` 0: none was made."""
+
+    wanted: Wanted
+    segment_offset: int
+    payload_checksum: int | None = None
+    reservation_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A reservation, or (`reservation_id` 0) why there is none."""
+
+    reservation_id: int
+    result: PutResult
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBlock:
+    """Where a leased block is; its lease ends by `release`, by its time, or with the connection."""
+
+    lease_id: int
+    entry: int
+    generation: int
+    slot_offset: int
+    payload_bytes: int
+    payload_checksum: int
+
+
+def head_of(message: bytes) -> tuple[Head, bytes]:
+    """The head of a message and what follows it."""
+    try:
+        kind, count, tag = _HEAD.unpack_from(message)
+        return Head(Kind(kind), count, tag), message[_HEAD.size :]
+    except (struct.error, ValueError) as error:
+        raise CallerError(f"not a message of the arena: {error}") from error
+
+
+def pack(kind: Kind, count: int, tag: int, body: bytes = b"") -> bytes:
+    """One message. CallerError past ITEMS_COUNT_MAX or MESSAGE_BYTES_MAX."""
+    message = _HEAD.pack(kind, count, tag) + body
+    if count > ITEMS_COUNT_MAX or len(message) > MESSAGE_BYTES_MAX:
+        raise CallerError(f"{count} items of {len(message)} bytes are too much for a message")
+    return message
+
+
+def pack_hello(hello: Hello) -> bytes:
+    return pack(Kind.HELLO, 1, 0, _HELLO.pack(hello.abi, hello.segment_bytes))
+
+
+def parse_hello(body: bytes) -> Hello:
+    return Hello(*_exactly(_HELLO, body))
+
+
+def pack_welcome(welcome: Welcome) -> bytes:
+    body = _WELCOME.pack(welcome.abi, welcome.epoch, welcome.segment_bytes)
+    return pack(Kind.WELCOME, 1, 0, body)
+
+
+def parse_welcome(body: bytes) -> Welcome:
+    return Welcome(*_exactly(_WELCOME, body))
+
+
+def pack_commit(tag: int, blocks: Sequence[BlockToCommit]) -> bytes:
+    parts = []
+    for block in blocks:
+        checksum = block.payload_checksum
+        parts.append(
+            packed_name(block.wanted.name)
+            + _block(block.wanted.owner, block.wanted.retention)
+            + _COMMIT.pack(
+                block.segment_offset,
+                block.wanted.payload_bytes,
+                block.reservation_id,
+                checksum or 0,
+                checksum is not None,
+            )
+        )
+    return pack(Kind.COMMIT, len(blocks), tag, b"".join(parts))
+
+
+def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:
+    reader = _Reader(body)
+    blocks = []
+    for _ in range(count):
+        name, owner, retention = reader.name(), *reader.block()
+        offset, size, reservation, checksum, has_checksum = reader.take(_COMMIT)
+        known = checksum if has_checksum else None
+        wanted = Wanted(name, size, owner, retention)
+        blocks.append(BlockToCommit(wanted, offset, known, reservation))
+    reader.end()
+    return blocks
+
+
+def pack_reserve(tag: int, ttl_ms: int, blocks: Sequence[Wanted]) -> bytes:
+    body = _TTL.pack(ttl_ms) + b"".join(
+        packed_name(block.name)
+        + _block(block.owner, block.retention)
+        + _RESERVE.pack(block.payload_bytes)
+        for block in blocks
+    )
+    return pack(Kind.RESERVE, len(blocks), tag, body)
+
+
+def parse_reserve(count: int, body: bytes) -> tuple[int, list[Wanted]]:
+    reader = _Reader(body)
+    (ttl_ms,) = reader.take(_TTL)
+    blocks = []
+    for _ in range(count):
+        name, owner, retention = reader.name(), *reader.block()
+        (size,) = reader.take(_RESERVE)
+        blocks.append(Wanted(name, size, owner, retention))
+    reader.end()
+    return ttl_ms, blocks
+
+
+def pack_granted(tag: int, granted: Sequence[Granted]) -> bytes:
+    body = b"".join(_ID.pack(one.reservation_id) + _result(one.result) for one in granted)
+    return pack(Kind.ANSWER, len(granted), tag, body)
+
+
+def parse_granted(count: int, body: bytes) -> list[Granted]:
+    reader = _Reader(body)
+    granted = [Granted(reader.take(_ID)[0], reader.result()) for _ in range(count)]
+    reader.end()
+    return granted
+
+
+def pack_results(tag: int, results: Sequence[PutResult]) -> bytes:
+    return pack(Kind.ANSWER, len(results), tag, b"".join(map(_result, results)))
+
+
+def parse_results(count: int, body: bytes) -> list[PutResult]:
+    reader = _Reader(body)
+    results = [reader.result() for _ in range(count)]
+    reader.end()
+    return results
+
+
+def pack_ids(kind: Kind, tag: int, ids: Sequence[int]) -> bytes:
+    return pack(kind, len(ids), tag, b"".join(map(_ID.pack, ids)))
+
+
+def parse_ids(count: int, body: bytes) -> list[int]:
+    reader = _Reader(body)
+    ids: list[int] = [reader.take(_ID)[0] for _ in range(count)]
+    reader.end()
+    return ids
+
+
+def pack_pairs(kind: Kind, pairs: Sequence[tuple[int, int]]) -> bytes:
+    """(entry, generation) pairs of TOUCH and CORRUPT, which have no answer."""
+    return pack(kind, len(pairs), 0, b"".join(_PAIR.pack(*pair) for pair in pairs))
+
+
+def parse_pairs(count: int, body: bytes) -> list[tuple[int, int]]:
+    reader = _Reader(body)
+    pairs = []
+    for _ in range(count):
+        entry, generation = reader.take(_PAIR)
+        pairs.append((entry, generation))
+    reader.end()
+    return pairs
+
+
+def pack_lease(tag: int, ttl_ms: int, names: Sequence[FrameName]) -> bytes:
+    return pack(Kind.LEASE, len(names), tag, _TTL.pack(ttl_ms) + b"".join(map(packed_name, names)))
+
+
+def parse_lease(count: int, body: bytes) -> tuple[int, list[FrameName]]:
+    reader = _Reader(body)
+    (ttl_ms,) = reader.take(_TTL)
+    names = [reader.name() for _ in range(count)]
+    reader.end()
+    return ttl_ms, names
+
+
+def pack_leased(tag: int, leased: Sequence[LeasedBlock | None]) -> bytes:
+    body = b"".join(
+        bytes(_LEASE.size)
+        if one is None
+        else _LEASE.pack(
+            one.lease_id,
+            one.entry,
+            one.generation,
+            one.slot_offset,
+            one.payload_bytes,
+            one.payload_checksum,
+        )
+        for one in leased
+    )
+    return pack(Kind.ANSWER, len(leased), tag, body)
+
+
+def parse_leased(count: int, body: bytes) -> list[LeasedBlock | None]:
+    reader = _Reader(body)
+    leased = []
+    for _ in range(count):
+        fields = reader.take(_LEASE)
+        leased.append(LeasedBlock(*fields) if fields[0] else None)
+    reader.end()
+    return leased
+
+
+class _Reader:
+    """Takes fields off a body; CallerError where it is too short, too long or out of range."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._at = 0
+        self._last_block = b""
+        self._last_read: tuple[BlockOwner, Retention] | None = None
+
+    def take(self, layout: struct.Struct) -> tuple[int, ...]:
+        try:
+            fields = layout.unpack_from(self._body, self._at)
+        except struct.error as error:
+            raise CallerError(f"message cut short: {error}") from error
+        self._at += layout.size
+        return fields
+
+    def bytes(self, count: int) -> bytes:
+        taken = self._body[self._at : self._at + count]
+        if len(taken) != count:
+            raise CallerError("message cut short")
+        self._at += count
+        return taken
+
+    def name(self) -> FrameName:
+        return parsed_name(self.bytes(NAME_BYTES))
+
+    def block(self) -> tuple[BlockOwner, Retention]:
+        writer_id, priority, expires_at, scope_bytes = self.take(_BLOCK)
+        if scope_bytes > SCOPE_BYTES_MAX:
+            raise CallerError(f"scope of {scope_bytes} bytes exceeds {SCOPE_BYTES_MAX}")
+        raw_scope = self.bytes(scope_bytes)
+        raw = self._body[self._at - scope_bytes - _BLOCK.size : self._at]
+        if self._last_read is not None and raw == self._last_block:
+            return self._last_read  # blocks of one put have one owner, as a rule
+        try:
+            scope = ScopeId(raw_scope.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise CallerError("scope is not UTF-8") from error
+        until = None if math.isnan(expires_at) else float(expires_at)
+        self._last_block = raw
+        self._last_read = BlockOwner(writer_id, scope), Retention(priority, until)
+        return self._last_read
+
+    def result(self) -> PutResult:
+        status, length = self.take(_RESULT)
+        if status >= len(_STATUSES):
+            raise CallerError(f"status {status} is not known")
+        if not length:
+            return _PLAIN_RESULTS[status]
+        return PutResult(_STATUSES[status], self.bytes(length).decode("ascii", "replace"))
+
+    def end(self) -> None:
+        if self._at != len(self._body):
+            raise CallerError(f"{len(self._body) - self._at} bytes follow the message")
+
+
+def _block(owner: BlockOwner, retention: Retention) -> bytes:
+    scope = owner.scope.encode("utf-8")
+    if len(scope) > SCOPE_BYTES_MAX:
+        raise CallerError(f"scope of {len(scope)} bytes exceeds {SCOPE_BYTES_MAX}")
+    until = math.nan if retention.expires_at is None else retention.expires_at
+    return _BLOCK.pack(owner.writer_id, retention.priority, until, len(scope)) + scope
+
+
+def _result(result: PutResult) -> bytes:
+    reason = result.reason.encode("ascii", "replace")[:255]
+    return _RESULT.pack(_STATUS_IDS[result.status], len(reason)) + reason
+
+
+def _exactly(layout: struct.Struct, body: bytes) -> tuple[int, ...]:
+    if len(body) != layout.size:
+        raise CallerError(f"{len(body)} bytes, not {layout.size}")
+    return layout.unpack(body)
