@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier import _native
+from kvtier.core.event_columns import EventKind
 from kvtier.core.prefix_index import NativePrefixIndex, Snapshot
 from kvtier.errors import CallerError
 from kvtier.types import HolderId, Tier
-from tests.support.index_pair import worker
+from tests.support.index_pair import batch, worker
 
 BUDGET = 4 << 20
 Blocks = npt.NDArray[np.uint64]
@@ -208,6 +209,10 @@ def test_matches_run_while_other_threads_change_everything(index: NativePrefixIn
         for turn in range(6):
             filled(index, holder, chains)
             index.store(HolderId(holder), Tier.GPU, 0, steady[: 100 * holder])
+            short, long = chains[0][:60].tolist(), steady.tolist()
+            for blocks in (short, long):  # with and without the GIL
+                index.apply(HolderId(holder), 0, batch((EventKind.STORE, Tier.GPU, 0, blocks)))
+                index.apply(HolderId(holder), 0, batch((EventKind.REMOVE, Tier.GPU, 0, blocks)))
             snapshot = index.snapshot(HolderId(holder), Tier.GPU, 0)
             for chain in chains:
                 index.remove(HolderId(holder), Tier.GPU, 0, chain)

@@ -122,15 +122,19 @@ std::size_t PrefixIndex::bytes_beside() const {
   return bytes;
 }
 
-Counts PrefixIndex::apply(std::int64_t holder, std::int64_t shard, const Batch& batch) {
-  const std::lock_guard lock(gate_);
+bool PrefixIndex::apply(std::int64_t holder, std::int64_t shard, const Batch& batch, Counts& counts, bool wait) {
+  std::unique_lock lock(gate_, std::defer_lock);
+  if (wait) {
+    lock.lock();
+  } else if (!lock.try_lock()) {
+    return false;
+  }
   const std::uint32_t number = check_holder(holder);
   const std::uint32_t part = check_shard(number, shard);
   const std::vector<Event> events = check_batch(number, batch);
-  Counts counts;
   apply_events(number, part, batch, events, counts);
   settle(counts);
-  return counts;
+  return true;
 }
 
 // Checks all of the batch and copies what steers it, so that a caller's later write to its buffers can do no harm.

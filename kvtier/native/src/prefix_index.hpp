@@ -79,6 +79,12 @@ class Gate {
     const std::lock_guard turn(turn_);
     lock_.lock();
   }
+  bool try_lock() {
+    if (!turn_.try_lock()) return false;
+    const bool locked = lock_.try_lock();
+    turn_.unlock();
+    return locked;
+  }
   void unlock() { lock_.unlock(); }
   void lock_shared() {
     { const std::lock_guard turn(turn_); }
@@ -107,7 +113,8 @@ class PrefixIndex {
   void hide(std::int64_t holder, bool hidden);
   std::vector<std::uint32_t> holders() const;
 
-  Counts apply(std::int64_t holder, std::int64_t shard, const Batch& batch);
+  // False, without having done anything, where another thread has the index and `wait` is false.
+  bool apply(std::int64_t holder, std::int64_t shard, const Batch& batch, Counts& counts, bool wait);
   Counts store(std::int64_t holder, std::int64_t tier, std::int64_t shard, Hashes hashes, std::uint64_t parent);
   Counts remove(std::int64_t holder, std::int64_t tier, std::int64_t shard, Hashes hashes);
   // Returns copies dropped; no tier: all, no shard: all.

@@ -22,6 +22,8 @@ using index::Hashes;
 using index::MatchRows;
 using index::PrefixIndex;
 
+constexpr std::size_t APPLY_WITH_GIL_MAX = 256;  // blocks; getting the GIL back costs more than so few
+
 using HashArray = Array<std::uint64_t>;
 
 Hashes hashes_of(const HashArray& array) { return {array.data(), array.size()}; }
@@ -54,9 +56,11 @@ nb::tuple apply(PrefixIndex& self, std::int64_t holder, std::int64_t shard, nb::
                            kind_array.size(),   tier_array.size(),   length_array.size(), parent_array.size(),
                            hashes_of(hash_array)};
   index::Counts counts;
+  if (batch.hashes.count <= APPLY_WITH_GIL_MAX && self.apply(holder, shard, batch, counts, false))
+    return as_tuple(counts);
   {
     const nb::gil_scoped_release release;
-    counts = self.apply(holder, shard, batch);
+    self.apply(holder, shard, batch, counts, true);
   }
   return as_tuple(counts);
 }
