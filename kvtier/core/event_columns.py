@@ -7,7 +7,7 @@ What must not live here: epochs and sequence numbers (`event_messages`), the wir
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from kvtier.errors import CallerError
 U64Array = npt.NDArray[np.uint64]
 Hashes = U64Array | Sequence[int]
 """Prefix hashes of a chain, first block first."""
+
+_U32: Final[np.dtype[np.uint32]] = np.dtype("<u4")
+_U64: Final[np.dtype[np.uint64]] = np.dtype("<u8")
 
 NO_PARENT: Final = 0
 """Parent of a first block, or of one whose parent the publisher does not know."""
@@ -59,6 +62,43 @@ class EventBatch:
     def payload_bytes(self) -> int:
         """Bytes of all columns, close to what a wire format needs."""
         return 14 * len(self.kinds) + 8 * len(self.hashes)
+
+
+class PackedBatch(NamedTuple):
+    """An `EventBatch` as little-endian bytes, checked like one; a tuple, because it is made often.
+
+    The index takes its columns as they are (`prefix_index.EventColumns`), and they go on to others
+    without a copy. `unpacked` is for those who look inside.
+    """
+
+    kinds: bytes
+    tiers: bytes
+    lengths: bytes
+    parents: bytes
+    hashes: bytes
+
+    @property
+    def events_count(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def blocks_count(self) -> int:
+        return len(self.hashes) // 8
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all columns."""
+        return 14 * len(self.kinds) + len(self.hashes)
+
+    def unpacked(self) -> EventBatch:
+        """The same columns as read-only arrays over the same memory."""
+        return EventBatch(
+            kinds=np.frombuffer(self.kinds, np.uint8),
+            tiers=np.frombuffer(self.tiers, np.uint8),
+            lengths=np.frombuffer(self.lengths, _U32),
+            parents=np.frombuffer(self.parents, _U64),
+            hashes=np.frombuffer(self.hashes, _U64),
+        )
 
 
 def as_hashes(hashes: Hashes) -> U64Array:

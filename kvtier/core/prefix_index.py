@@ -8,7 +8,7 @@ and sequences (kvtier.core.events), which worker to choose (kvtier.core.scoring)
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -69,9 +69,8 @@ class EventColumns(Protocol):
     def hashes(self) -> Packed: ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ApplyResult:
-    """What a change did, in copies of blocks."""
+class ApplyResult(NamedTuple):
+    """What a change did, in copies of blocks. A tuple: one is made for every event batch."""
 
     stored: int = 0
     removed: int = 0

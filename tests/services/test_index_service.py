@@ -225,7 +225,9 @@ async def test_blocks_count_only_when_all_shards_are_there() -> None:
         pb.Batch(seq=1, kinds=b"\0", tiers=b"\0", lengths=b"\1\0\0\0", parents=b"\0" * 8),
         pb.Batch(seq=1, kinds=b"\x44", tiers=b"\0", lengths=b"\0\0\0\0", parents=b"\0" * 8),
         pb.Batch(seq=1, hashes=b"\0\0\0"),
+        convert.batch_to(stored(CHAIN[8:9], Tier.DRAM), 1),
     ],
+    ids=["hashes missing", "unknown kind", "half a hash", "tier of another kind of holder"],
 )
 async def test_an_unreadable_batch_changes_nothing_and_is_repaired_by_a_snapshot(
     broken: pb.Batch,
@@ -282,6 +284,38 @@ async def test_a_flood_is_cut_off_and_others_go_on() -> None:
         assert held(running, "flood") <= 1064
         assert running.state.counts.refused["holder_full"] == 1
         assert await match(channel) == {"good": 64 * 16}
+
+
+async def test_a_holder_that_stores_and_removes_for_ever_is_never_full() -> None:
+    async with an_index(holder_blocks_max=200) as (running, channel):
+        publisher = RawPublisher(channel, worker_info(), epoch=7)
+        await publisher.join([])
+        for seq in range(1, 41):
+            await publisher.batch(seq, stored(CHAIN) if seq % 2 else removed(CHAIN))
+        await publisher.acked(40)
+        assert running.state.counts.blocks_stored == 20 * 64
+        assert running.state.counts.refused["holder_full"] == 0
+
+
+async def test_a_snapshot_that_removes_is_unreadable_and_replaces_nothing() -> None:
+    async with an_index() as (running, channel):
+        publisher = RawPublisher(channel, worker_info(), epoch=7)
+        await publisher.join([stored(CHAIN[:8])])
+        await until(lambda: held(running, "w1") == 8, "the first snapshot is in")
+        await publisher.snapshot(0, [removed(CHAIN[:3])], snapshot_id=2)
+        assert (await publisher.answer("snapshot_needed")).snapshot_needed.reason == "undecodable"
+        assert await match(channel) == {"w1": 8 * 16}
+
+
+async def test_a_store_may_clear_everything_although_its_tiers_do_not_begin_at_0() -> None:
+    async with an_index() as (running, channel):
+        info = worker_info("s1", kind=HolderKind.STORE, card=None, store="")
+        publisher = RawPublisher(channel, info, epoch=7)
+        await publisher.join([stored(CHAIN[:8], Tier.NVME)])
+        await publisher.batch(1, events([(EventKind.CLEAR_ALL, Tier.GPU, CHAIN[:0])]))
+        await publisher.acked(1)
+        (record,) = running.state.fleet.records()
+        assert set(running.state.held((record.holder, 0)).values()) == {0}
 
 
 async def test_match_answers_many_queries_by_hashes_and_by_tokens() -> None:

@@ -102,6 +102,18 @@ def test_a_batch_is_read_back_equal(lengths: list[int]) -> None:
         assert np.array_equal(getattr(again, column), getattr(batch, column)), column
 
 
+@given(st.lists(st.integers(0, 3), max_size=200))
+def test_packed_columns_are_the_same_batch_and_go_on_as_they_came(lengths: list[int]) -> None:
+    message = convert.batch_to(a_batch(lengths), 5)
+    packed = convert.packed_from(message)
+    assert convert.packed_to(packed, 5) == message
+    unpacked = convert.batch_from(message)
+    assert (packed.events_count, packed.blocks_count) == (len(lengths), sum(lengths))
+    assert packed.payload_bytes == unpacked.payload_bytes
+    for column in ("kinds", "tiers", "lengths", "parents", "hashes"):
+        assert getattr(unpacked, column).tobytes() == getattr(packed, column), column
+
+
 @pytest.mark.parametrize(
     "change",
     [

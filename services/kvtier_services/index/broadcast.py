@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.event_columns import EventBatch, EventKind
+from kvtier.core.event_columns import EventBatch, EventKind, PackedBatch
 from kvtier.core.fleet import HolderRecord
 from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
 from kvtier.core.reservations import Reservation
@@ -112,12 +112,12 @@ class Broadcast:
         for follower in self.followers:
             follower.holders.discard(record.holder)
 
-    def batch_applied(self, stream: Stream, batch: EventBatch) -> None:
+    def batch_applied(self, stream: Stream, batch: PackedBatch) -> None:
         self._tell(
             stream[0],
             lambda: pb.SnapshotResponse(
                 batch=pb.HolderBatch(
-                    holder=stream[0], shard=stream[1], batch=convert.batch_to(batch, 0)
+                    holder=stream[0], shard=stream[1], batch=convert.packed_to(batch)
                 )
             ),
         )

@@ -11,7 +11,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from kvtier.core.event_columns import EventBatch
+from kvtier.core.event_columns import PackedBatch
 from kvtier.core.event_messages import (
     AckUpTo,
     Batch,
@@ -40,7 +40,7 @@ from kvtier_services.index.state import IndexState, Stream
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-ACK_DELAY_S: Final = 0.005
+ACK_DELAY_S: Final = 0.02
 """Acknowledgements of one stream are gathered for so long: one message instead of hundreds."""
 
 
@@ -101,7 +101,7 @@ class PublishStream:
             await context.abort(grpc.StatusCode[error.grpc_status], str(error))
         return await self._reply(outcome, context)
 
-    def _outcome(self, kind: str | None, request: pb.PublishRequest) -> Outcome[EventBatch]:
+    def _outcome(self, kind: str | None, request: pb.PublishRequest) -> Outcome[PackedBatch]:
         """What a message does; one whose columns cannot be read makes the stream DEGRADED."""
         assert self._stream is not None
         now = self._clock()
@@ -115,26 +115,26 @@ class PublishStream:
             case _:
                 raise CallerError("an empty message, or one that this version does not know")
         try:
-            columns = convert.batch_from(message)
+            columns = convert.packed_from(message)
         except CallerError:
             return self._state.undecodable(self._stream, self._epoch, now)
         return handle(self._stream, request, columns, now)
 
     def _batch(
-        self, stream: Stream, request: pb.PublishRequest, columns: EventBatch, now: float
-    ) -> Outcome[EventBatch]:
+        self, stream: Stream, request: pb.PublishRequest, columns: PackedBatch, now: float
+    ) -> Outcome[PackedBatch]:
         batch = Batch(self._epoch, Seq(request.batch.seq), columns, columns.payload_bytes)
         return self._state.batch(stream, batch, now)
 
     def _snapshot(
-        self, stream: Stream, request: pb.PublishRequest, columns: EventBatch, now: float
-    ) -> Outcome[EventBatch]:
+        self, stream: Stream, request: pb.PublishRequest, columns: PackedBatch, now: float
+    ) -> Outcome[PackedBatch]:
         chunk = request.snapshot
         mark = SnapshotMark(self._epoch, chunk.mark.snapshot_id, Seq(chunk.mark.at_seq))
         piece = SnapshotChunk(mark, chunk.number, chunk.last, columns)
         return self._state.snapshot(stream, piece, now)
 
-    def _heartbeat(self, stream: Stream, beat: pb.Heartbeat, now: float) -> Outcome[EventBatch]:
+    def _heartbeat(self, stream: Stream, beat: pb.Heartbeat, now: float) -> Outcome[PackedBatch]:
         digest = tuple(TierDigest(one.count, one.xor) for one in beat.digests) or None
         load = loads.load_from(beat.load) if beat.HasField("load") else Load()
         message = Heartbeat(self._epoch, Seq(beat.seq), digest)
@@ -155,7 +155,7 @@ class PublishStream:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
         return await self._reply(outcome, context)
 
-    async def _reply(self, outcome: Outcome[EventBatch], context: Context) -> bool:
+    async def _reply(self, outcome: Outcome[PackedBatch], context: Context) -> bool:
         """Send what the outcome says to the publisher; False once it is fenced."""
         for action in outcome.actions:
             if isinstance(action, AckUpTo):

@@ -10,12 +10,13 @@ What must not live here: gRPC, asyncio, clocks (service.py), the queues of recei
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
-from kvtier.core.event_columns import EventBatch, EventKind
+from kvtier.core.event_columns import EventKind, PackedBatch
 from kvtier.core.event_messages import (
+    AckUpTo,
     Batch,
     Digest,
     Heartbeat,
@@ -53,6 +54,8 @@ from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
 Stream = tuple[HolderId, int]
 """(holder, shard): what has an epoch, a sequence and a lease of its own."""
 
+_STORES: Final = bytes([EventKind.STORE])
+
 
 class Changes(Protocol):
     """Who is told what changed. Called synchronously, after the change."""
@@ -62,7 +65,7 @@ class Changes(Protocol):
     def holder_hidden(self, holder: HolderId) -> None: ...
     def holder_resumed(self, holder: HolderId) -> None: ...
     def holder_left(self, record: HolderRecord) -> None: ...
-    def batch_applied(self, stream: Stream, batch: EventBatch) -> None: ...
+    def batch_applied(self, stream: Stream, batch: PackedBatch) -> None: ...
     def stream_replaced(self, stream: Stream) -> None: ...
     def reserved(self, ticket: int, reservation: Reservation) -> None: ...
     def reservation_over(self, ticket: int, reservation: Reservation) -> None: ...
@@ -81,11 +84,15 @@ class StateConfig:
 class StreamState:
     """One (holder, shard): read it, do not write."""
 
-    acceptor: Acceptor[EventBatch] = field(default_factory=Acceptor)
-    staged: list[EventBatch] = field(default_factory=list)
+    own_tiers: bytes
+    """The tiers that this kind of holder has, as they stand in a batch's column."""
+    acceptor: Acceptor[PackedBatch] = field(default_factory=Acceptor)
+    staged: list[PackedBatch] = field(default_factory=list)
     load: Load = field(default_factory=Load)
     heard_at: float = 0.0
     trust: Trust = Trust.DEGRADED
+    room_blocks: int = 0
+    """Copies that may be stored for certain before the holder is full: counted anew below 0."""
 
 
 @dataclass(slots=True)
@@ -132,7 +139,7 @@ class IndexState:
 
     def hello(
         self, info: HolderInfo, message: Hello, now: float
-    ) -> tuple[Stream, Outcome[EventBatch]]:
+    ) -> tuple[Stream, Outcome[PackedBatch]]:
         """A stream introduces itself. Raises IdentityError with both values if refused.
 
         A contradiction with shards of the same holder that are all silent is a restart with
@@ -151,7 +158,9 @@ class IndexState:
             holder = self.fleet.join(info)
         stream = (holder, info.shard_index)
         is_new = holder != known
-        state = self._streams.setdefault(stream, StreamState())
+        state = self._streams.get(stream)
+        if state is None:
+            state = self._streams[stream] = StreamState(bytes(TIERS_OF_KIND[info.kind]))
         outcome = self._carry_out(stream, state.acceptor.hello(message, now))
         self._renew(stream, now)
         if is_new:
@@ -160,10 +169,12 @@ class IndexState:
             self._changes.holder_changed(holder)
         return stream, outcome
 
-    def batch(self, stream: Stream, message: Batch[EventBatch], now: float) -> Outcome[EventBatch]:
+    def batch(
+        self, stream: Stream, message: Batch[PackedBatch], now: float
+    ) -> Outcome[PackedBatch]:
         """Numbered events of a stream. LimitError once the stream holds too much."""
         state = self._stream(stream)
-        if not self._fits(stream, message.payload):
+        if not _fits(state.own_tiers, message.payload):
             return self.undecodable(stream, message.epoch, now)
         outcome = self._carry_out(stream, state.acceptor.batch(message, now))
         if outcome.verdict is Verdict.APPLY:
@@ -171,13 +182,13 @@ class IndexState:
             self._renew(stream, now)
         return outcome
 
-    def undecodable(self, stream: Stream, epoch: Epoch, now: float) -> Outcome[EventBatch]:
+    def undecodable(self, stream: Stream, epoch: Epoch, now: float) -> Outcome[PackedBatch]:
         """A batch that could not be read: the stream is DEGRADED until a snapshot repairs it."""
         return self._carry_out(stream, self._stream(stream).acceptor.undecodable(epoch, now))
 
     def heartbeat(
         self, stream: Stream, message: Heartbeat, load: Load, now: float
-    ) -> Outcome[EventBatch]:
+    ) -> Outcome[PackedBatch]:
         """Keeps the lease of a stream and notices what got lost."""
         state = self._stream(stream)
         held = self._digest(stream) if message.digest is not None else None
@@ -192,11 +203,11 @@ class IndexState:
         return outcome
 
     def snapshot(
-        self, stream: Stream, message: SnapshotChunk[EventBatch], now: float
-    ) -> Outcome[EventBatch]:
+        self, stream: Stream, message: SnapshotChunk[PackedBatch], now: float
+    ) -> Outcome[PackedBatch]:
         """A piece of everything that a stream holds; swapped in when it is whole."""
         state = self._stream(stream)
-        if not self._fits(stream, message.payload):
+        if not _fits(state.own_tiers, message.payload) or not _only_stores(message.payload):
             return self.undecodable(stream, message.mark.epoch, now)
         outcome = self._carry_out(stream, state.acceptor.snapshot_chunk(message, now))
         if outcome.verdict is not Verdict.FENCED:
@@ -207,7 +218,7 @@ class IndexState:
         """A stream's connection is gone, a half-sent snapshot with it; its lease runs on."""
         if stream in self._streams:
             for action in self._streams[stream].acceptor.disconnect():
-                self._act(stream, action)
+                self._act(stream, self._streams[stream], action)
 
     def goodbye(self, stream: Stream) -> None:
         """A publisher leaves on purpose: no lease, no grace. Idempotent."""
@@ -310,12 +321,6 @@ class IndexState:
 
     # ---- parts
 
-    def _fits(self, stream: Stream, batch: EventBatch) -> bool:
-        """Whether every event speaks of a tier that this kind of holder has."""
-        own = np.array(TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind], np.uint8)
-        foreign = ~np.isin(batch.tiers, own) & (batch.kinds != EventKind.CLEAR_ALL)
-        return not foreign.any()
-
     def _stream(self, stream: Stream) -> StreamState:
         state = self._streams.get(stream)
         if state is None:
@@ -328,7 +333,7 @@ class IndexState:
 
     def _fenced(
         self, stream: Stream, message: Hello, now: float
-    ) -> tuple[Stream, Outcome[EventBatch]]:
+    ) -> tuple[Stream, Outcome[PackedBatch]]:
         outcome = self._streams[stream].acceptor.hello(message, now)
         return stream, self._carry_out(stream, outcome)
 
@@ -340,23 +345,23 @@ class IndexState:
             if shard != besides
         )
 
-    def _carry_out(self, stream: Stream, outcome: Outcome[EventBatch]) -> Outcome[EventBatch]:
+    def _carry_out(self, stream: Stream, outcome: Outcome[PackedBatch]) -> Outcome[PackedBatch]:
         """Do what concerns the index, in order; replies stay in the outcome for the caller."""
         self.counts.verdicts[outcome.verdict] += 1
-        for action in outcome.actions:
-            self._act(stream, action)
         state = self._streams[stream]
+        for action in outcome.actions:
+            if not isinstance(action, AckUpTo):  # nearly every message brings one
+                self._act(stream, state, action)
         if state.trust is not state.acceptor.trust:
             state.trust = state.acceptor.trust
             self._changes.holder_changed(stream[0])
         return outcome
 
-    def _act(self, stream: Stream, action: Action[EventBatch]) -> None:
-        state = self._streams[stream]
+    def _act(self, stream: Stream, state: StreamState, action: Action[PackedBatch]) -> None:
         match action:
-            case ApplyBatch(_, batch):
-                self._apply(stream, batch)
-                self._changes.batch_applied(stream, batch)
+            case ApplyBatch():
+                self._apply(stream, state, action.payload)
+                self._changes.batch_applied(stream, action.payload)
             case StageChunk(_, batch):
                 state.staged.append(batch)
             case DiscardStaged():
@@ -369,7 +374,7 @@ class IndexState:
                 self._index.clear(stream[0], shard=stream[1])
                 self._changes.stream_replaced(stream)
 
-    def _apply(self, stream: Stream, batch: EventBatch) -> None:
+    def _apply(self, stream: Stream, state: StreamState, batch: PackedBatch) -> None:
         result = self._index.apply(stream[0], stream[1], batch)
         counts = self.counts
         counts.events_applied += batch.events_count
@@ -379,9 +384,11 @@ class IndexState:
         counts.blocks_evicted += result.evicted
         if result.evicted:
             self._mark_truncated()
-        self._check_size(stream)
+        state.room_blocks -= result.stored
+        if state.room_blocks < 0:
+            state.room_blocks = self._room(stream)
 
-    def _replace(self, stream: Stream, staged: list[EventBatch]) -> None:
+    def _replace(self, stream: Stream, staged: list[PackedBatch]) -> None:
         """Let a stream hold exactly what was staged."""
         for tier in TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]:
             result = self._index.load(stream[0], tier, stream[1], snapshot_of(staged, tier))
@@ -389,7 +396,7 @@ class IndexState:
             self.counts.blocks_evicted += result.evicted
             if result.evicted:
                 self._mark_truncated()
-        self._check_size(stream)
+        self._streams[stream].room_blocks = self._room(stream)
 
     def _mark_truncated(self) -> None:
         """Holders that lost blocks to the byte budget are DEGRADED: the index knows less."""
@@ -398,11 +405,13 @@ class IndexState:
                 for _, state in self.streams(stats.holder):
                     state.acceptor.degrade(DegradedReason.BUDGET_EVICTED)
 
-    def _check_size(self, stream: Stream) -> None:
+    def _room(self, stream: Stream) -> int:
+        """Copies that a stream may store yet; LimitError where it holds too many already."""
         held = sum(self.held(stream).values())
         if held > self._config.holder_blocks_max:
             self.counts.refused["holder_full"] += 1
             raise LimitError(f"{held} blocks exceed {self._config.holder_blocks_max} of one holder")
+        return self._config.holder_blocks_max - held
 
     def _digest(self, stream: Stream) -> Digest:
         own = TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]
@@ -451,10 +460,26 @@ class IndexState:
             self._changes.reservation_over(ticket, reservation)
 
 
-def snapshot_of(staged: list[EventBatch], tier: Tier) -> Snapshot:
+def _fits(own_tiers: bytes, batch: PackedBatch) -> bool:
+    """Whether every event speaks of a tier that this kind of holder has, or of none.
+
+    A column less all of its allowed values is empty: no loop over events, whatever the size.
+    """
+    if not batch.tiers.translate(None, own_tiers):
+        return True
+    events = zip(batch.kinds, batch.tiers, strict=True)
+    return all(kind == EventKind.CLEAR_ALL or tier in own_tiers for kind, tier in events)
+
+
+def _only_stores(batch: PackedBatch) -> bool:
+    return not batch.kinds.translate(None, _STORES)
+
+
+def snapshot_of(staged: list[PackedBatch], tier: Tier) -> Snapshot:
     """The stores of one tier among staged batches, as the runs that they were sent in."""
-    hashes = [batch.hashes[np.repeat(batch.tiers == tier, batch.lengths)] for batch in staged]
-    lengths = [batch.lengths[batch.tiers == tier] for batch in staged]
+    batches = [batch.unpacked() for batch in staged]
+    hashes = [batch.hashes[np.repeat(batch.tiers == tier, batch.lengths)] for batch in batches]
+    lengths = [batch.lengths[batch.tiers == tier] for batch in batches]
     return Snapshot(
         hashes=np.concatenate(hashes) if hashes else np.empty(0, np.uint64),
         run_lengths=np.concatenate(lengths) if lengths else np.empty(0, np.uint32),
