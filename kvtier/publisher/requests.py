@@ -24,7 +24,7 @@ from kvtier.core.publication import Message
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError
 from kvtier.types import Epoch, Seq
-from kvtier.wire import convert, loads
+from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
 
 
@@ -59,7 +59,7 @@ def _heartbeat(message: Heartbeat, load: Load | None) -> pb.Heartbeat:
         pb.Digest(tier=tier, count=digest.copies_count, xor=digest.hash_xor)
         for tier, digest in enumerate(message.digest or ())
     ]
-    said = loads.load_to(load) if load is not None else None
+    said = holders.load_to(load) if load is not None else None
     return pb.Heartbeat(seq=message.seq, load=said, digests=digests)
 
 

@@ -3,9 +3,8 @@
 What must not live here: the index itself (`kvtier.core`), choices of a worker.
 """
 
-from kvtier.core.workers import Load, WorkerName
-from kvtier.replica.picture import HolderView
-from kvtier.replica.predictions import OwnReservation, Reserved
+from kvtier.core.workers import HolderView, Load, OwnReservation, WorkerName
+from kvtier.replica.predictions import Reserved
 from kvtier.replica.replica import (
     IndexReplica,
     ReplicaConfig,

@@ -5,7 +5,7 @@ over when that is worth it. What must not live here: connections, threads, which
 """
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,31 +13,13 @@ import numpy.typing as npt
 from kvtier.core.fleet import Chain, Fleet, HolderInfo
 from kvtier.core.identity import Pool
 from kvtier.core.prefix_index import MatchResult, PrefixIndex
-from kvtier.core.workers import Load, WorkerName
+from kvtier.core.workers import HolderView, OwnReservation
 from kvtier.errors import CallerError
 from kvtier.limits import BATCH_BLOCKS_MAX
-from kvtier.replica.predictions import ForeignReservations, OwnReservation, OwnReservations
+from kvtier.replica.predictions import ForeignReservations, OwnReservations
 from kvtier.types import Fingerprint, HolderId, HolderKind, Trust
-from kvtier.wire import convert, loads
+from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
-
-
-@dataclass(frozen=True, slots=True)
-class HolderView:
-    """One holder as its index describes it. `info` is that of its lowest known shard."""
-
-    holder: HolderId
-    info: HolderInfo
-    trust: Trust
-    degraded_reason: str
-    is_hidden: bool
-    load: Load
-    heard_at: float
-    """Monotonic seconds of this process; when the holder was last heard by its index."""
-
-    @property
-    def name(self) -> WorkerName:
-        return WorkerName(self.info.instance, self.info.dp_rank)
 
 
 class Picture:
@@ -133,15 +115,7 @@ class Picture:
         was_hidden = holder in self.holders and self.holders[holder].is_hidden
         if message.hidden != was_hidden:
             (self.fleet.hide if message.hidden else self.fleet.resume)(holder)
-        self.holders[holder] = HolderView(
-            holder=holder,
-            info=info,
-            trust=convert.trust_from(message.trust),
-            degraded_reason=message.degraded_reason,
-            is_hidden=message.hidden,
-            load=loads.load_from(message.load),
-            heard_at=now - message.age_ms / 1000,
-        )
+        self.holders[holder] = holders.view_from(message, info, now)
 
     def _join(self, holder: HolderId, message: pb.Holder) -> HolderInfo:
         """The holder's description; its shards enter the fleet where anything of it is new."""

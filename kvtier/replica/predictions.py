@@ -8,20 +8,16 @@ What must not live here: locks, clocks, caps (the index sets those).
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.core.checks import require_integer, require_name
 from kvtier.core.prefix_index import PrefixIndex
-from kvtier.core.workers import WorkerName
-from kvtier.errors import CallerError, LimitError
+from kvtier.core.workers import OwnReservation, WorkerName
+from kvtier.errors import LimitError
 from kvtier.limits import (
-    BATCH_BLOCKS_MAX,
-    PROMPT_TOKENS_MAX,
-    RESERVATION_TTL_MS_MAX,
     RESERVATIONS_PER_ROUTER_MAX,
 )
 from kvtier.types import HolderId
@@ -43,26 +39,6 @@ class Reserved(NamedTuple):
 
 
 NOTHING = Reserved()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnReservation:
-    """A request that this router sends to a worker. `hashes`: what the worker will hold, u64[n]."""
-
-    key: str
-    worker: WorkerName
-    prefill_tokens: int
-    ttl_ms: int
-    hashes: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
-
-    def __post_init__(self) -> None:
-        require_name("key", self.key)
-        require_integer("prefill_tokens", self.prefill_tokens, 0, PROMPT_TOKENS_MAX)
-        require_integer("ttl_ms", self.ttl_ms, 1, RESERVATION_TTL_MS_MAX)
-        if self.hashes.dtype != np.uint64 or self.hashes.ndim != 1:
-            raise CallerError("hashes: want a one-dimensional uint64 array")
-        if len(self.hashes) > BATCH_BLOCKS_MAX:
-            raise LimitError(f"hashes: {len(self.hashes)} exceed {BATCH_BLOCKS_MAX}")
 
 
 @dataclass(frozen=True, slots=True)

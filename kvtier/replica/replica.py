@@ -30,16 +30,16 @@ import numpy.typing as npt
 from kvtier.core.fleet import Chain
 from kvtier.core.identity import Pool, chain_root
 from kvtier.core.keys import prefix_hashes
-from kvtier.core.prefix_index import MatchResult, NativePrefixIndex
-from kvtier.core.workers import WorkerName
+from kvtier.core.prefix_index import MatchResult, NativePrefixIndex, Snapshot
+from kvtier.core.workers import HolderView, OwnReservation, WorkerName
 from kvtier.errors import CallerError, ConfigError
 from kvtier.limits import INDEX_BYTES_MAX
-from kvtier.replica.picture import HolderView, Picture
-from kvtier.replica.predictions import OwnReservation, OwnReservations, Reserved
+from kvtier.replica.picture import Picture
+from kvtier.replica.predictions import OwnReservations, Reserved
 from kvtier.sections import DialConfig
 from kvtier.security import Dialer
 from kvtier.telemetry.logs import EventLog
-from kvtier.types import HolderId, Integers, Trust
+from kvtier.types import HolderId, Integers, Tier, Trust
 from kvtier.wire import messages as pb
 from kvtier.wire import rpc
 from kvtier.wire.loop_thread import LoopThread
@@ -167,6 +167,10 @@ class IndexReplica:
     def holders(self) -> tuple[HolderView, ...]:
         """Everybody that the index knows, hidden ones too, with cards and loads."""
         return tuple(self._picture.holders.values())
+
+    def snapshot(self, holder: HolderId, tier: Tier, shard: int = 0) -> Snapshot:
+        """All that one holder has in a tier, for inspection. O(blocks); CallerError if unknown."""
+        return self._picture.index.snapshot(holder, tier, shard)
 
     def reserved(self, worker: WorkerName) -> Reserved:
         """What all routers have on its way to a worker, this one's own first."""

@@ -458,7 +458,9 @@ def test_a_denied_publisher_says_so_and_tries_again_slowly(index: ScriptedIndex)
         eventually(lambda: listener.refusals, DEADLINE_S, "denied")
         eventually(lambda: state(publisher) is StreamState.REFUSED, DEADLINE_S, "refused")
         assert "UNAUTHENTICATED" in listener.refusals[0][1]
-        assert publisher.stats().streams[0].opened == 1
+        # grpc.aio sometimes hides a status behind a failed write; such an attempt is repeated.
+        stats = publisher.stats().streams[0]
+        assert (stats.refusals, stats.opened) == (1, stats.failures)
 
 
 def test_close_flushes_and_says_goodbye(index: ScriptedIndex) -> None:

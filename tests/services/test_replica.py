@@ -34,7 +34,7 @@ from kvtier.types import (
     Tier,
     Trust,
 )
-from kvtier.wire import convert, loads
+from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
 from tests.harness.ports import free_port
 from tests.harness.waiting import eventually
@@ -110,7 +110,7 @@ def holder_message(
             hello=convert.hello_to(info, 7, seq),
             trust=convert.trust_to(trust),
             hidden=hidden,
-            load=loads.load_to(load or Load()),
+            load=holders.load_to(load or Load()),
             namespaces=namespaces or (info.namespace,),
         )
     )

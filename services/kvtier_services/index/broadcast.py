@@ -17,7 +17,7 @@ from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
 from kvtier.core.reservations import Reservation
 from kvtier.limits import BATCH_BLOCKS_MAX, BATCH_EVENTS_MAX
 from kvtier.types import HolderId, Tier
-from kvtier.wire import convert, loads
+from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
 from kvtier_services.index.feed import Receiver
 from kvtier_services.index.state import IndexState, Stream
@@ -193,7 +193,7 @@ class Broadcast:
             trust=convert.trust_to(trust),
             degraded_reason=reason,
             hidden=record.hidden,
-            load=loads.load_to(self.state.load(record.holder)),
+            load=holders.load_to(self.state.load(record.holder)),
             reserved_prefill_tokens=totals.prefill_tokens,
             reserved_requests=totals.reservations_count,
             age_ms=max(0, int(silent_s * 1000)),

@@ -33,7 +33,7 @@ from kvtier.core.workers import Load
 from kvtier.errors import CallerError, ForbiddenError, IdentityError, LimitError
 from kvtier.security.guard import caller
 from kvtier.types import Epoch, Seq
-from kvtier.wire import convert, loads
+from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
 from kvtier_services.index.metrics import IndexMetrics
 from kvtier_services.index.state import IndexState, Stream
@@ -136,7 +136,7 @@ class PublishStream:
 
     def _heartbeat(self, stream: Stream, beat: pb.Heartbeat, now: float) -> Outcome[PackedBatch]:
         digest = tuple(TierDigest(one.count, one.xor) for one in beat.digests) or None
-        load = loads.load_from(beat.load) if beat.HasField("load") else Load()
+        load = holders.load_from(beat.load) if beat.HasField("load") else Load()
         message = Heartbeat(self._epoch, Seq(beat.seq), digest)
         return self._state.heartbeat(stream, message, load, now)
 
