@@ -147,6 +147,11 @@ class ArenaClient:
         """Whether the store was there when it was last spoken to."""
         return self._attached
 
+    @property
+    def memory(self) -> AttachedMemory:
+        """What was mapped: for device transfers that register it, and for tests."""
+        return self._memory
+
     def contains(self, names: Sequence[FrameName]) -> list[bool]:
         """Which blocks are resident. No call."""
         return [one is not None for one in self._find(names)]

@@ -150,10 +150,10 @@ class Holdings:
         Where a block of that name was published meanwhile the first is kept and the slot freed.
         CallerError for a reservation that is not open.
         """
+        require_open_reservations(reservations)
         results: list[PutResult | None] = []
         fresh: dict[FrameName, tuple[Reservation, int]] = {}
         for reservation, checksum in zip(reservations, checksums, strict=True):
-            _require_open(reservation)
             wanted = reservation.wanted
             size = wanted.payload_bytes
             first = self.held.get(wanted.name)
@@ -304,6 +304,8 @@ def _slot_bytes(wanted: Wanted) -> int:
     return slot_bytes(wanted.payload_bytes, lengths)
 
 
-def _require_open(reservation: Reservation) -> None:
-    if reservation.state is not ReservationState.OPEN:
-        raise CallerError(f"the reservation is {reservation.state.value}, not open")
+def require_open_reservations(reservations: Iterable[Reservation]) -> None:
+    """CallerError unless all of them are open."""
+    for reservation in reservations:
+        if reservation.state is not ReservationState.OPEN:
+            raise CallerError(f"the reservation is {reservation.state.value}, not open")

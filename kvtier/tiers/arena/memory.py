@@ -1,8 +1,10 @@
 """Shared memory by file descriptor: made once, sealed, mapped here, handed to others.
 
 A memfd is preallocated to its last page, so that no process that maps it can meet SIGBUS, and
-sealed against shrinking and growing. `Sealing.OWNER_WRITES` adds that nobody but the process that
-made it can ever map or write it writable: what others get is read-only for good.
+sealed against shrinking and growing. More than the machine (or the cgroup) can spare is refused
+before a page is taken: the kernel would end other processes to find the memory.
+`Sealing.OWNER_WRITES` adds that nobody but the process that made it can ever map or write it
+writable: what others get is read-only for good.
 What must not live here: what the memory holds.
 """
 
@@ -11,6 +13,7 @@ import fcntl
 import mmap
 import os
 from enum import Enum
+from pathlib import Path
 
 from kvtier.core.checks import require_integer
 from kvtier.errors import BackendError
@@ -74,6 +77,9 @@ class SharedMemory:
 def create(name: str, size_bytes: int, sealing: Sealing) -> SharedMemory:
     """Make, preallocate and map zeroed memory. BackendError where the system has not that much."""
     require_integer("size_bytes", size_bytes, 1, _SHARED_BYTES_MAX)
+    spare = spare_bytes()
+    if size_bytes > spare:
+        raise BackendError(f"{size_bytes} bytes of shared memory are wanted, {spare} can be spared")
     fd = -1
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -111,3 +117,49 @@ def attach(fd: int, sealing: Sealing) -> SharedMemory:
         os.close(fd)
         raise
     return SharedMemory(fd, mapping)
+
+
+def spare_bytes(root: Path = Path("/")) -> int:
+    """Nine tenths of what can be allocated now without taking from others, as the kernel says.
+
+    The least of the machine's and the cgroup's (either version, own or as a container sees it).
+    `root` is where /proc and /sys are.
+    """
+    limits = [_available_bytes(root / "proc/meminfo")]
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        below = path.lstrip("/")
+        if not controllers:
+            base = root / "sys/fs/cgroup"
+            limits += [
+                _left(folder / "memory.max", folder / "memory.current")
+                for folder in (base / below, base)
+            ]
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            limits += [
+                _left(folder / "memory.limit_in_bytes", folder / "memory.usage_in_bytes")
+                for folder in (base / below, base)
+            ]
+    return max(0, min(limits)) * 9 // 10
+
+
+def _available_bytes(meminfo: Path) -> int:
+    for line in _text(meminfo).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return _SHARED_BYTES_MAX
+
+
+def _left(limit: Path, used: Path) -> int:
+    try:
+        return int(_text(limit)) - int(_text(used) or 0)
+    except ValueError:  # "max", or no such file
+        return _SHARED_BYTES_MAX
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

@@ -61,7 +61,13 @@ from kvtier.tiers.arena.directory import (
     packed_names,
     reads,
 )
-from kvtier.tiers.arena.holdings import Held, Holdings, Reservation, Wanted
+from kvtier.tiers.arena.holdings import (
+    Held,
+    Holdings,
+    Reservation,
+    Wanted,
+    require_open_reservations,
+)
 from kvtier.tiers.arena.memory import Sealing, SharedMemory, create
 from kvtier.tiers.arena.slabs import ALIGNMENT_BYTES, SlabAllocator
 from kvtier.tiers.residents import Residents
@@ -282,8 +288,10 @@ class ArenaTier:
         """Verify what was written into the slots against the payload checksums, and publish.
 
         What does not match is CORRUPT and its slot free again. Nobody may write to them any more.
+        CallerError for one that is not open: one in quarantine ends with `abort`.
         """
         require_open(self._is_open)
+        require_open_reservations(reservations)
         views = [self.writable(reservation) for reservation in reservations]
         try:
             seen = await self._run(
@@ -327,6 +335,7 @@ class ArenaTier:
         checksums: Sequence[int | None],
     ) -> list[PutResult]:
         """Copy payloads of the reserved lengths into their slots, verify, publish."""
+        require_open_reservations(reservations)
         copied = await self._copy(reservations, payloads)
         results = self._publish(reservations, copied, checksums)
         self._count_puts([reservation.wanted for reservation in reservations], results)
