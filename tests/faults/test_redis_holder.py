@@ -74,7 +74,7 @@ class Node:
     """One store: a tier, its caretaker, and what it publishes."""
 
     def __init__(self, server: Valkey, index: Index, policy: HolderPolicy) -> None:
-        self.tier = RedisTier(RedisConfig(parse_url(server.url), connect_timeout_s=0.3))
+        self.tier = RedisTier(RedisConfig(parse_url(server.url), connect_timeout_s=2.0))
         self.caretaker = RedisCaretaker(self.tier, policy)
         self._index = index
 

@@ -1,4 +1,4 @@
-"""A shared Redis (or Valkey) as a tier: the only package that imports `redis`.
+"""A shared Redis (or Valkey) as a tier: the only importer of `redis`, but for its bench.
 
 - `config`: where the server is (one URL, or Sentinels), and every bound.
 - `naming`: block names as keys of fixed length and form.

@@ -106,9 +106,8 @@ class Belief:
 
     def end_census(self) -> list[FrameName]:
         """The SCAN is complete: forget and return what it did not find. Mutates; O(lost)."""
-        lost = [name for name in self._doubted or () if self.remove(name)]
-        self._doubted = None
-        return lost
+        doubted, self._doubted = self._doubted or set(), None
+        return [name for name in doubted if self.remove(name)]
 
     def abandon_census(self) -> None:
         """The SCAN broke off: it says nothing about what it did not find. Mutates."""

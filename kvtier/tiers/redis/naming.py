@@ -40,7 +40,7 @@ def name_of_key(key: bytes) -> FrameName | None:
     namespace, kind, length, codec_id, digest = (group.decode() for group in match.groups())
     raw = bytes.fromhex(digest)
     used = int(length, 16)
-    if any(raw[used:]):
+    if used > len(raw) or any(raw[used:]):
         return None
     try:
         return FrameName(

@@ -18,7 +18,7 @@ from kvtier.ports import Clock
 from kvtier.tiers.redis.config import RedisConfig
 from kvtier.tiers.redis.connection import RedisConnection, ServerFacts
 from kvtier.tiers.redis.control import RedisControl
-from kvtier.tiers.redis.pool import RedisPool
+from kvtier.tiers.redis.pool import Locate, RedisPool
 from kvtier.tiers.redis.replies import ErrorReply, Reply
 from kvtier.tiers.redis.troubles import (
     WRITES_ONLY,
@@ -33,19 +33,20 @@ _PAUSES_PER_OPEN: Final = 4
 
 
 class RedisSessions:
-    """See the module's docstring. `control` is used to find the server and to forget it."""
+    """See the module's docstring. `locate` finds the server."""
 
     def __init__(
         self,
         config: RedisConfig,
         control: RedisControl,
+        locate: Locate,
         on_connected: Callable[[ServerFacts], Awaitable[None]],
         clock: Clock,
     ) -> None:
         self._config = config
         self._control = control
         self._clock = clock
-        self._pool = RedisPool(config, control.locate, on_connected)
+        self._pool = RedisPool(config, locate, on_connected)
         self._breaker = Breaker(config.breaker)
         self._writes = Breaker(config.breaker)
         self._prober: asyncio.Task[None] | None = None
@@ -100,8 +101,7 @@ class RedisSessions:
             raise DeadlineError("Redis did not answer by the deadline") from error
         except RedisTroubleError as error:
             self.trouble = error.trouble
-            is_ours = error.trouble in WRITES_ONLY and not self._is_closed
-            outcome = Outcome.SUCCESS if is_ours else Outcome.FAILURE
+            outcome = Outcome.FAILURE
             raise
         finally:
             now = self._clock()
@@ -136,8 +136,12 @@ class RedisSessions:
             self.write_trouble = met
         self._writes.report(permit, outcome, 0.0, self._clock())
         if met is Trouble.READ_ONLY:
-            self._pool.forget_all()
-            await self._control.forget()
+            await self.forget()
+
+    async def forget(self) -> None:
+        """Leave this server: the next call finds out where the master is."""
+        self._pool.forget_all()
+        await self._control.forget()
 
     async def close(self) -> None:
         """End everything. Idempotent."""

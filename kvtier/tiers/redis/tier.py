@@ -46,7 +46,7 @@ from kvtier.ports import (
     require_batch,
 )
 from kvtier.tiers.redis.belief import Belief
-from kvtier.tiers.redis.config import RedisConfig, SentinelGroup
+from kvtier.tiers.redis.config import Place, RedisConfig, SentinelGroup
 from kvtier.tiers.redis.connection import Command, RedisConnection, ServerFacts
 from kvtier.tiers.redis.control import RedisControl
 from kvtier.tiers.redis.naming import block_key, name_of_key, pattern
@@ -90,10 +90,16 @@ class RedisTier:
         self._tally = Tally()
         self._is_open = True
         self._run_id = ""
+        self._place: Place | None = None
+        """Where the Sentinels said that the master is, the last time they were asked."""
         self._value_bytes_max = config.value_bytes_max
+        self._limited_run_id = ""
+        """The server process whose `proto-max-bulk-len` is in `_value_bytes_max`."""
         self.belief: Final = Belief(config.names_max)
         self.control: Final = RedisControl(config)
-        self.sessions: Final = RedisSessions(config, self.control, self._connected, clock)
+        self.sessions: Final = RedisSessions(
+            config, self.control, self._locate, self._connected, clock
+        )
         self.transit_faults: Counter[FrameFault] = Counter()
         """Bad copies that were whole on the second look; part of `TierStats.corrupt`."""
 
@@ -194,6 +200,18 @@ class RedisTier:
         await self.sessions.close()
         await self.control.close()
 
+    async def follow_master(self) -> None:
+        """Ask the Sentinels, if there are any, and leave a server that is not the master any more.
+
+        A master that was replaced while it could not be told takes writes that will be lost.
+        Raises RedisTroubleError.
+        """
+        if isinstance(self._config.server, SentinelGroup):
+            place = await self.control.locate()
+            if self._place not in {None, place}:
+                await self.sessions.forget()
+            self._place = place
+
     # for the caretaker
 
     def believed(self, names: Sequence[FrameName], length: int = 0) -> None:
@@ -227,19 +245,27 @@ class RedisTier:
 
     # parts
 
+    async def _locate(self) -> Place:
+        self._place = await self.control.locate()
+        return self._place
+
     async def _connected(self, facts: ServerFacts) -> None:
         """A connection begins: another server process has lost all, as far as we know."""
         if isinstance(self._config.server, SentinelGroup) and facts.role not in {"", "master"}:
             raise RedisTroubleError(Trouble.READ_ONLY, "the Sentinels name a replica")
-        if not facts.run_id or facts.run_id == self._run_id:
+        if not facts.run_id:
             return
-        is_first, self._run_id = not self._run_id, facts.run_id
-        if not is_first:
+        is_other = self._run_id not in {"", facts.run_id}
+        self._run_id = facts.run_id
+        if is_other:
             self.told_removed(self.belief.clear(), RemovalCause.LOST)
             await self.control.forget()
-        limit = await self.control.value_bytes_max()
-        ours = self._config.value_bytes_max
-        self._value_bytes_max = ours if limit is None else min(ours, limit)
+        if self._limited_run_id != facts.run_id:
+            # Known before the first value is sent on any connection, this one or one beside it.
+            limit = await self.control.value_bytes_max()
+            ours = self._config.value_bytes_max
+            self._value_bytes_max = ours if limit is None else min(ours, limit)
+            self._limited_run_id = facts.run_id
 
     async def _taken(self, request: GetRequest, reply: Reply, deadline_s: float) -> GetResult:
         """The outcome that one reply to a GET means."""
@@ -269,10 +295,11 @@ class RedisTier:
         await self._condemn(request, fault.fault, deadline_s)
         return failed_get(fault)
 
-    async def _condemn(self, request: GetRequest, fault: FrameFault, deadline_s: float) -> None:
+    async def _condemn(self, request: GetRequest, fault: FrameFault, deadline_s: float) -> bool:
         """Look again at what stands at a block's key, and delete it if it is still bad.
 
-        Where that cannot be done in time it stays, and the next reader finds it.
+        Where that cannot be done in time it stays, and the next reader finds it. False where
+        nothing stands there any more.
         """
         asked = GetRequest(request.name, None, request.payload_bytes)
         try:
@@ -284,14 +311,16 @@ class RedisTier:
                     if is_bad:
                         look.condemn()
         except (TimeoutError, RedisTroubleError):
-            return
+            return True
         if look.is_deleted:
             self._tally.removals[RemovalCause.CORRUPT] += 1
             self.removed([request.name], RemovalCause.CORRUPT)
         elif look.value is None and look.is_value:
             self.removed([request.name], RemovalCause.LOST)
+            return False
         elif not is_bad:
             self.transit_faults[fault] += 1
+        return True
 
     async def _put_rounds(
         self, connection: RedisConnection, batch: PutBatch, deadline_s: float
@@ -301,8 +330,8 @@ class RedisTier:
                 return
             await self._round(connection, batch.probes(), batch.take_probes)
             for i, fault in batch.bad:
-                self._tally.corrupt[fault] += 1
-                await self._condemn(GetRequest(batch.puts[i].request.name), fault, deadline_s)
+                asked = GetRequest(batch.puts[i].request.name)
+                self._tally.corrupt[fault] += await self._condemn(asked, fault, deadline_s)
             if not batch.open:
                 return
             permit = self.sessions.write_permit()

@@ -32,6 +32,8 @@ class _Put:
     header: FrameHeader
     scope: bytes
     key: bytes
+    was_beaten: bool = False
+    """NX said that something stands at the key."""
 
     @property
     def value_bytes(self) -> int:
@@ -44,7 +46,8 @@ class _Put:
                 return None, FrameFault.MAGIC
             return refused_put(classify(reply)), None
         if not isinstance(reply, bytes) or not reply:
-            return None, None
+            # GETRANGE tells an empty string and nothing at all alike.
+            return None, FrameFault.SHORT if self.was_beaten else None
         try:
             first = parse_header(reply)
         except FrameError as error:
@@ -64,7 +67,7 @@ class PutBatch:
     results: list[PutResult | None]
     expiry: tuple[Argument, ...]
     bad: list[tuple[int, FrameFault]] = field(default_factory=list)
-    """Found by the last probes: something that is no copy of the block stands at its key."""
+    """Found by the last probes: what stands at these keys is no copy of the block, it seems."""
 
     @property
     def open(self) -> list[int]:
@@ -100,6 +103,8 @@ class PutBatch:
         for i, reply in zip(asked, replies, strict=False):
             if reply == b"OK":
                 self.results[i] = PutResult(PutStatus.STORED)
+            elif reply is None:
+                self.puts[i].was_beaten = True
             elif isinstance(reply, ErrorReply):
                 self.results[i] = refused_put(classify(reply))
 
