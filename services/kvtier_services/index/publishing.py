@@ -27,8 +27,7 @@ from kvtier.core.event_messages import (
     SnapshotMark,
     TierDigest,
 )
-from kvtier.core.events import Outcome
-from kvtier.core.fleet import HolderInfo
+from kvtier.core.events import Outcome, Verdict
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError, ForbiddenError, IdentityError, LimitError
 from kvtier.security.guard import caller
@@ -36,12 +35,15 @@ from kvtier.types import Epoch, Seq
 from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
 from kvtier_services.index.metrics import IndexMetrics
-from kvtier_services.index.state import IndexState, Stream
+from kvtier_services.index.state import IndexState, Stream, StreamState
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 ACK_DELAY_S: Final = 0.02
 """Acknowledgements of one stream are gathered for so long: one message instead of hundreds."""
+_WAITING: Final = frozenset({Verdict.STAGED, Verdict.HELD})
+"""Nothing new can be acknowledged while a snapshot arrives, so the last number is said again: a
+publisher that heard nothing for as long as that takes would give up and begin anew, for ever."""
 
 
 class PublishStream:
@@ -59,9 +61,11 @@ class PublishStream:
         self._clock = clock
         self._welcome = welcome
         self._stream: Stream | None = None
-        self._info: HolderInfo | None = None
+        self._known: StreamState | None = None
+        """What the state knew of `_stream` at its Hello."""
         self._epoch = Epoch(0)
         self._owes_welcome = False
+        self._hello_asked = False
         self._acked = asyncio.Event()
         self._ack_seq = 0
 
@@ -75,7 +79,7 @@ class PublishStream:
                     break
         finally:
             if self._stream is not None:
-                self._state.disconnected(self._stream)
+                self._state.disconnected(self._stream, connection=self)
             acks.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await acks
@@ -88,8 +92,10 @@ class PublishStream:
                 return await self._hello(request.hello, context)
             if self._stream is None:
                 raise CallerError(f"a stream begins with Hello, not with {kind}")
+            if self._state.stream(self._stream) is not self._known:
+                return await self._unknown(kind, context)
             if kind == "goodbye":
-                self._state.goodbye(self._stream)
+                self._state.goodbye(self._stream, self._epoch)
                 return False
             began = self._clock()
             outcome = self._outcome(kind, request)
@@ -100,6 +106,13 @@ class PublishStream:
         except CallerError as error:
             await context.abort(grpc.StatusCode[error.grpc_status], str(error))
         return await self._reply(outcome, context)
+
+    async def _unknown(self, kind: str | None, context: Context) -> bool:
+        """The holder was forgotten under the open stream: what comes before a Hello is nobody's."""
+        if kind != "goodbye" and not self._hello_asked:
+            self._hello_asked = True
+            await context.write(pb.PublishResponse(hello_needed=pb.HelloNeeded()))
+        return kind != "goodbye"
 
     def _outcome(self, kind: str | None, request: pb.PublishRequest) -> Outcome[PackedBatch]:
         """What a message does; one whose columns cannot be read makes the stream DEGRADED."""
@@ -146,8 +159,11 @@ class PublishStream:
             caller().require_instance(info.instance)
             self._epoch = Epoch(hello.epoch)
             self._owes_welcome = True
+            self._hello_asked = False
+            self._ack_seq = 0
             message = Hello(self._epoch, Seq(hello.seq))
-            self._stream, outcome = self._state.hello(info, message, self._clock())
+            self._stream, outcome = self._state.hello(info, message, self, self._clock())
+            self._known = self._state.stream(self._stream)
         except IdentityError as error:
             await context.write(pb.PublishResponse(refused=pb.Refused(reason=str(error))))
             return False
@@ -157,6 +173,8 @@ class PublishStream:
 
     async def _reply(self, outcome: Outcome[PackedBatch], context: Context) -> bool:
         """Send what the outcome says to the publisher; False once it is fenced."""
+        if outcome.verdict in _WAITING:
+            self._acked.set()
         for action in outcome.actions:
             if isinstance(action, AckUpTo):
                 self._ack_seq = max(self._ack_seq, action.seq)

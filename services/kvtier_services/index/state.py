@@ -51,6 +51,11 @@ from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
 from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
 
+STAGED_BLOCK_BYTES: Final = 22
+"""A block of a snapshot on the wire, where each block is an event of its own."""
+CHUNK_BYTES: Final = 512
+"""What a chunk of a snapshot costs beside its columns, about."""
+
 Stream = tuple[HolderId, int]
 """(holder, shard): what has an epoch, a sequence and a lease of its own."""
 
@@ -87,7 +92,10 @@ class StreamState:
     own_tiers: bytes
     """The tiers that this kind of holder has, as they stand in a batch's column."""
     acceptor: Acceptor[PackedBatch] = field(default_factory=Acceptor)
+    connection: object = None
+    """Who introduced itself last; what is staged came over it."""
     staged: list[PackedBatch] = field(default_factory=list)
+    staged_bytes: int = 0
     load: Load = field(default_factory=Load)
     heard_at: float = 0.0
     trust: Trust = Trust.DEGRADED
@@ -138,9 +146,11 @@ class IndexState:
     # ---- publishers
 
     def hello(
-        self, info: HolderInfo, message: Hello, now: float
+        self, info: HolderInfo, message: Hello, connection: object, now: float
     ) -> tuple[Stream, Outcome[PackedBatch]]:
         """A stream introduces itself. Raises IdentityError with both values if refused.
+
+        `connection` is whatever tells one connection from another.
 
         A contradiction with shards of the same holder that are all silent is a restart with
         another description: their holder is forgotten first.
@@ -161,6 +171,7 @@ class IndexState:
         state = self._streams.get(stream)
         if state is None:
             state = self._streams[stream] = StreamState(bytes(TIERS_OF_KIND[info.kind]))
+        state.connection = connection
         outcome = self._carry_out(stream, state.acceptor.hello(message, now))
         self._renew(stream, now)
         if is_new:
@@ -180,6 +191,7 @@ class IndexState:
         if outcome.verdict is Verdict.APPLY:
             state.heard_at = now
             self._renew(stream, now)
+            self._check_room(stream, state)
         return outcome
 
     def undecodable(self, stream: Stream, epoch: Epoch, now: float) -> Outcome[PackedBatch]:
@@ -205,24 +217,41 @@ class IndexState:
     def snapshot(
         self, stream: Stream, message: SnapshotChunk[PackedBatch], now: float
     ) -> Outcome[PackedBatch]:
-        """A piece of everything that a stream holds; swapped in when it is whole."""
+        """A piece of everything that a stream holds; swapped in when it is whole.
+
+        LimitError once the stream holds, or has sent of the snapshot, too much.
+        """
         state = self._stream(stream)
         if not _fits(state.own_tiers, message.payload) or not _only_stores(message.payload):
             return self.undecodable(stream, message.mark.epoch, now)
         outcome = self._carry_out(stream, state.acceptor.snapshot_chunk(message, now))
         if outcome.verdict is not Verdict.FENCED:
             self._renew(stream, now)
+            self._check_room(stream, state)
         return outcome
 
-    def disconnected(self, stream: Stream) -> None:
-        """A stream's connection is gone, a half-sent snapshot with it; its lease runs on."""
-        if stream in self._streams:
-            for action in self._streams[stream].acceptor.disconnect():
-                self._act(stream, self._streams[stream], action)
+    def stream(self, stream: Stream) -> StreamState | None:
+        """What is known of a stream; None once its holder was forgotten.
 
-    def goodbye(self, stream: Stream) -> None:
-        """A publisher leaves on purpose: no lease, no grace. Idempotent."""
-        if stream in self._streams:
+        Numbers of holders are given out again, so who keeps a `Stream` for longer than a call must
+        compare this with what it was.
+        """
+        return self._streams.get(stream)
+
+    def disconnected(self, stream: Stream, connection: object) -> None:
+        """A connection is gone, a snapshot that it had half sent with it; the lease runs on.
+
+        Of a connection that a newer one has replaced nothing is left that could go.
+        """
+        state = self._streams.get(stream)
+        if state is not None and state.connection is connection:
+            for action in state.acceptor.disconnect():
+                self._act(stream, state, action)
+
+    def goodbye(self, stream: Stream, epoch: Epoch) -> None:
+        """A publisher leaves on purpose: no lease, no grace. Of a dead epoch it means nothing."""
+        state = self._streams.get(stream)
+        if state is not None and state.acceptor.epoch == epoch:
             self._forget_holder(stream[0])
 
     # ---- routers
@@ -270,6 +299,8 @@ class IndexState:
         """Hide and forget whose lease ended, end reservations that expired."""
         for news in self._leases.tick(now):
             holder = news.key[0]
+            if news.key not in self._streams:
+                continue  # forgotten with another shard of its holder, a moment ago
             match news:
                 case Hide():
                     self._hide(holder)
@@ -364,10 +395,11 @@ class IndexState:
                 self._changes.batch_applied(stream, action.payload)
             case StageChunk(_, batch):
                 state.staged.append(batch)
+                state.staged_bytes += batch.payload_bytes + CHUNK_BYTES
             case DiscardStaged():
-                state.staged = []
+                state.staged, state.staged_bytes = [], 0
             case ReplaceWithSnapshot():
-                staged, state.staged = state.staged, []
+                staged, state.staged, state.staged_bytes = state.staged, [], 0
                 self._replace(stream, staged)
                 self._changes.stream_replaced(stream)
             case ClearStream():
@@ -385,8 +417,6 @@ class IndexState:
         if result.evicted:
             self._mark_truncated()
         state.room_blocks -= result.stored
-        if state.room_blocks < 0:
-            state.room_blocks = self._room(stream)
 
     def _replace(self, stream: Stream, staged: list[PackedBatch]) -> None:
         """Let a stream hold exactly what was staged."""
@@ -396,7 +426,7 @@ class IndexState:
             self.counts.blocks_evicted += result.evicted
             if result.evicted:
                 self._mark_truncated()
-        self._streams[stream].room_blocks = self._room(stream)
+        self._streams[stream].room_blocks = -1
 
     def _mark_truncated(self) -> None:
         """Holders that lost blocks to the byte budget are DEGRADED: the index knows less."""
@@ -405,13 +435,15 @@ class IndexState:
                 for _, state in self.streams(stats.holder):
                     state.acceptor.degrade(DegradedReason.BUDGET_EVICTED)
 
-    def _room(self, stream: Stream) -> int:
-        """Copies that a stream may store yet; LimitError where it holds too many already."""
-        held = sum(self.held(stream).values())
-        if held > self._config.holder_blocks_max:
+    def _check_room(self, stream: Stream, state: StreamState) -> None:
+        """LimitError where a stream has come to hold or stage too much; asked last of all."""
+        blocks, blocks_max = 0, self._config.holder_blocks_max
+        if state.room_blocks < 0:
+            blocks = sum(self.held(stream).values())
+            state.room_blocks = blocks_max - blocks
+        if blocks > blocks_max or state.staged_bytes > STAGED_BLOCK_BYTES * blocks_max:
             self.counts.refused["holder_full"] += 1
-            raise LimitError(f"{held} blocks exceed {self._config.holder_blocks_max} of one holder")
-        return self._config.holder_blocks_max - held
+            raise LimitError(f"more than {blocks_max} blocks of one holder")
 
     def _digest(self, stream: Stream) -> Digest:
         own = TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]
@@ -423,15 +455,17 @@ class IndexState:
         )
 
     def _renew(self, stream: Stream, now: float) -> None:
-        if self._leases.renew(stream, now) is Renewal.RESUMED:
-            self._streams[stream].acceptor.restore(DegradedReason.HIDDEN)
-            record = self.fleet.record(stream[0])
-            all_alive = all(
-                self._leases.state((stream[0], shard)) is LeaseState.LIVE for shard in record.shards
-            )
-            if record.hidden and all_alive:
-                self.fleet.resume(stream[0])
-                self._changes.holder_resumed(stream[0])
+        if self._leases.renew(stream, now) is Renewal.RENEWED:
+            return
+        record = self.fleet.record(stream[0])
+        all_alive = all(
+            self._leases.state((stream[0], shard)) is LeaseState.LIVE for shard in record.shards
+        )
+        if record.hidden and all_alive:
+            for _, state in self.streams(stream[0]):
+                state.acceptor.restore(DegradedReason.HIDDEN)
+            self.fleet.resume(stream[0])
+            self._changes.holder_resumed(stream[0])
 
     def _hide(self, holder: HolderId) -> None:
         for _, state in self.streams(holder):
