@@ -76,16 +76,21 @@ class RawPublisher:
 
     async def snapshot(self, at_seq: int, batches: list[EventBatch], snapshot_id: int = 1) -> None:
         """Everything at once, in as many chunks as batches; an empty one is one empty chunk."""
-        mark = pb.SnapshotMark(snapshot_id=snapshot_id, at_seq=at_seq)
         chunks = batches or [events([])]
-        for number, batch in enumerate(chunks):
-            chunk = pb.SnapshotChunk(
-                mark=mark,
-                number=number,
-                last=number == len(chunks) - 1,
-                batch=convert.batch_to(batch, 0),
-            )
-            await self._call.write(pb.PublishRequest(snapshot=chunk))
+        for number in range(len(chunks)):
+            await self.chunk(at_seq, chunks, number, snapshot_id)
+
+    async def chunk(
+        self, at_seq: int, chunks: list[EventBatch], number: int, snapshot_id: int = 1
+    ) -> None:
+        """One piece of a snapshot."""
+        chunk = pb.SnapshotChunk(
+            mark=pb.SnapshotMark(snapshot_id=snapshot_id, at_seq=at_seq),
+            number=number,
+            last=number == len(chunks) - 1,
+            batch=convert.batch_to(chunks[number], 0),
+        )
+        await self._call.write(pb.PublishRequest(snapshot=chunk))
 
     async def heartbeat(self, seq: int, load: pb.Load | None = None) -> None:
         await self._call.write(pb.PublishRequest(heartbeat=pb.Heartbeat(seq=seq, load=load)))
