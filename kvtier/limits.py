@@ -151,3 +151,7 @@ PINS_COUNT_MAX: Final = 4096
 PIN_KEYS_MAX: Final = 4096
 """Keys of one pin."""
 PIN_TTL_S_MAX: Final = 86_400
+
+# Store
+STORE_IN_FLIGHT_BYTES_MAX: Final = 1 << 40
+"""Of blocks that are on their way between tiers, in memory of the store."""

@@ -33,6 +33,9 @@ class PinBook:
     def __len__(self) -> int:
         return len(self._pins)
 
+    def __contains__(self, pin_id: object) -> bool:
+        return pin_id in self._pins
+
     def draw_id(self) -> PinId:
         """A pin id that was never used."""
         self._drawn += 1

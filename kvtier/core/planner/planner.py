@@ -83,6 +83,15 @@ class Planner:
         record = self._ledger.find(key)
         return frozenset() if record is None or record.doomed else frozenset(record.tiers)
 
+    def block(self, key: BlockKey) -> Block | None:
+        """What is known of a block that is somewhere or on its way. Mutates nothing."""
+        record = self._ledger.find(key)
+        return None if record is None else record.block
+
+    def has_pin(self, pin_id: PinId) -> bool:
+        """Whether the pin still holds: it ends by time, `unpin`, or for one of higher priority."""
+        return pin_id in self._pins
+
     @property
     def blocks_count(self) -> int:
         """Blocks resident somewhere or on their way."""
