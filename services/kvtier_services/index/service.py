@@ -12,20 +12,16 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
-import numpy as np
 
-from kvtier.core.identity import Pool
-from kvtier.core.prefix_index import MatchResult
 from kvtier.core.reservations import Reservation, ReserveVerdict, RouterLife
-from kvtier.errors import CallerError, ForbiddenError, KvtierError, LimitError, OverloadedError
-from kvtier.limits import BATCH_BLOCKS_MAX, MATCH_QUERIES_MAX
-from kvtier.security.guard import caller
-from kvtier.security.roles import AccessRole
+from kvtier.errors import CallerError, KvtierError, OverloadedError
+from kvtier.limits import BATCH_BLOCKS_MAX
 from kvtier.types import Epoch, HolderId, InstanceId, PrefixHash, Tier
 from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
 from kvtier_services.index.broadcast import Broadcast, Follower, Watcher
 from kvtier_services.index.feed import Receiver
+from kvtier_services.index.matching import Answerer
 from kvtier_services.index.metrics import IndexMetrics
 from kvtier_services.index.publishing import PublishStream
 from kvtier_services.index.state import IndexState
@@ -35,8 +31,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 FEED_IDLE_S: Final = 0.5
 FEED_QUEUED_BYTES_MAX: Final = 256 << 20
 WATCH_QUEUED_BYTES_MAX: Final = 16 << 20
-TOKEN_MATCH_ROLES: Final = frozenset({AccessRole.ROUTER, AccessRole.OPERATOR, AccessRole.LOCAL})
-"""Who may ask by tokens, about any scope. By hashes one can ask only about what one can name."""
 
 
 class IndexService:
@@ -55,6 +49,7 @@ class IndexService:
         self._metrics = metrics
         self._clock = clock
         self._welcome = welcome
+        self._answerer = Answerer(state, metrics, clock, broadcast.index_epoch)
 
     def handler(self) -> grpc.GenericRpcHandler:
         return rpc.service_handler(
@@ -80,71 +75,12 @@ class IndexService:
 
     # ---- queries
 
-    async def match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
-        response = pb.MatchResponse(index_epoch=self._broadcast.index_epoch)
-        numbers: dict[int, int] = {}
+    async def match(self, request: pb.MatchRequest, context: Context) -> bytes:
         try:
-            if len(request.queries) > MATCH_QUERIES_MAX:
-                raise LimitError(f"{len(request.queries)} queries exceed {MATCH_QUERIES_MAX}")
-            began = self._clock()
-            for query in request.queries:
-                for result in self._results(query):
-                    self._add(response, result, numbers)
-            self._metrics.match_took(self._clock() - began)
+            return self._answerer.answer(request)
         except KvtierError as error:
             await refuse(context, error)
-        return response
-
-    def _results(self, query: pb.MatchQuery) -> list[MatchResult]:
-        """One result for a query by hashes, one per chain for a query by tokens."""
-        fleet = self._state.fleet
-        if not query.served_name:
-            pool = self._pool(query.pool) if query.pool else None
-            return [fleet.match(convert.query_hashes(query), pool)]
-        if caller().role not in TOKEN_MATCH_ROLES:
-            raise ForbiddenError("only routers and operators match by tokens")
-        tokens = convert.query_tokens(query)
-        name = query.adapter or query.served_name
-        matched = fleet.match_tokens(name, tokens, query.scope_salt or None)
-        return [result for _, result in matched]
-
-    def _pool(self, name: bytes) -> Pool:
-        for pool in self._state.fleet.pools():
-            if convert.pool_name(pool) == name:
-                return pool
-        raise CallerError("the pool is not known")
-
-    def _add(
-        self, response: pb.MatchResponse, result: MatchResult, numbers: dict[int, int]
-    ) -> None:
-        workers = result.workers.tolist()
-        for holder in workers:
-            if holder not in numbers:
-                numbers[holder] = len(numbers)
-                response.workers.append(self._worker_ref(HolderId(holder)))
-        named = np.array([numbers[holder] for holder in workers], dtype="<u4")
-        response.results.append(
-            pb.MatchResult(
-                workers=named.tobytes(),
-                tokens=result.tokens.astype("<u8", copy=False).tobytes(),
-                run_offsets=result.run_offsets.astype("<u4", copy=False).tobytes(),
-                run_sources=result.run_sources.tobytes(),
-                run_blocks=result.run_blocks.astype("<u4", copy=False).tobytes(),
-                queried_blocks=result.blocks_queried,
-            )
-        )
-        self._metrics.matched(result)
-
-    def _worker_ref(self, holder: HolderId) -> pb.WorkerRef:
-        info = self._state.fleet.record(holder).info
-        card = info.card
-        trust, _ = self._state.trust(holder)
-        return pb.WorkerRef(
-            instance=info.instance,
-            dp_rank=info.dp_rank,
-            trust=convert.trust_to(trust),
-            block_tokens=card.block_tokens if card is not None else 0,
-        )
+            raise
 
     # ---- routers
 

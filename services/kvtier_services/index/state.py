@@ -332,6 +332,17 @@ class IndexState:
             reasons.add(DegradedReason.UNKNOWN)
         return (Trust.DEGRADED if reasons else Trust.EXACT), ",".join(sorted(reasons))
 
+    def described(self, holder: HolderId) -> tuple[HolderInfo, Trust]:
+        """`info` and `trust` of a holder, cheap enough for every worker of every match."""
+        exact = Trust.EXACT
+        shards = self.fleet.record(holder).shards
+        info = shards[min(shards)]
+        is_exact = len(shards) == info.shards_count
+        for shard in shards:
+            state = self._streams.get((holder, shard))
+            is_exact = is_exact and state is not None and state.acceptor.trust is exact
+        return info, exact if is_exact else Trust.DEGRADED
+
     def load(self, holder: HolderId) -> Load:
         """The load that the holder's lowest shard reported last."""
         for _, state in self.streams(holder):
