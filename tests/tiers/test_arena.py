@@ -1,12 +1,14 @@
 """The arena as a tier of its own process: the contract, natively and with the pure twin."""
 
+import random
+
 import pytest
 
-from kvtier.core.frame import FrameName
-from kvtier.ports import BlockTier, TierObserver
+from kvtier.core.frame import FrameName, KeyKind
+from kvtier.ports import BlockOwner, BlockTier, PutRequest, PutStatus, TierObserver
 from kvtier.tiers.arena.directory import NATIVE, PURE, ArenaOperations
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
-from tests.tiers.contract import SMALL_BYTES, Backend, LocalTierContract
+from tests.tiers.contract import NAMESPACE, SMALL_BYTES, Backend, LocalTierContract, soon
 
 SLAB_BYTES = 20_032
 
@@ -51,3 +53,20 @@ class TestArenaWithoutNativeCode(LocalTierContract):
     @pytest.fixture
     def backend(self) -> Backend:
         return ArenaBackend(PURE)
+
+
+@pytest.mark.parametrize("codec_id", [0, 1])
+async def test_more_block_sizes_than_slabs_still_fill_the_arena(codec_id: int) -> None:
+    tier = ArenaTier(ArenaConfig(128 * SLAB_BYTES, 2 * SLAB_BYTES, 4096))
+    rng = random.Random(2)
+    for number in range(1500):
+        size = rng.randint(2000, 20_000)
+        key = number.to_bytes(32, "little")
+        name = FrameName(KeyKind.PREFIX_KEY, key, NAMESPACE, codec_id)
+        (result,) = await tier.put_many([PutRequest(name, bytes(size), BlockOwner(1))], soon())
+        assert result.status is PutStatus.STORED
+        assert tier.stats().bytes <= tier.stats().bytes_max
+    held = [tier.held(name) for name in tier.names()]
+    live = sum(one.payload_bytes for one in held if one is not None)
+    assert live > tier.stats().bytes_max // 2
+    await tier.close()

@@ -17,7 +17,7 @@ def test_a_class_is_exact_for_fixed_lengths_and_close_for_varying_ones(payload_b
     fixed = slot_bytes(payload_bytes, Lengths.FIXED)
     varying = slot_bytes(payload_bytes, Lengths.VARYING)
     assert payload_bytes <= fixed <= max(64, payload_bytes + 63)
-    assert fixed <= varying <= max(64, payload_bytes + payload_bytes // 32 + 64)
+    assert fixed <= varying <= max(64, payload_bytes + payload_bytes // 8 + 64)
     assert fixed % 64 == 0 == varying % 64
     assert slot_bytes(varying, Lengths.VARYING) == varying
 
@@ -32,6 +32,31 @@ def test_one_arena_serves_several_block_sizes_and_gets_empty_slabs_back() -> Non
     assert slabs.given_bytes == 2 * SLAB_BYTES
     assert len(slabs.allocate_up_to(SLAB_BYTES, 1)) == 1
     slabs.free([*small[64:], *large])
+
+
+def test_a_block_takes_a_slightly_longer_slot_that_its_class_does_not_use() -> None:
+    slabs = SlabAllocator(SLAB_BYTES, 8)
+    held = slabs.allocate_up_to(1024, 31)
+    assert slabs.allocate_up_to(960, 1) == []
+    assert slabs.allocate_close(800) is None
+    assert slabs.allocate_close(1088) is None
+    close = slabs.allocate_close(960)
+    assert close is not None
+    assert close.size == 1024
+    slabs.free([*held, close])
+    assert slabs.given_bytes == 0
+    assert slabs.allocate_close(960) is None
+
+
+def test_a_block_takes_any_longer_slot_while_much_memory_is_in_slabs_and_unused() -> None:
+    slabs = SlabAllocator(SLAB_BYTES, 8)
+    held = slabs.allocate_up_to(1024, 29)
+    longer = slabs.allocate_close(64)
+    assert longer is None  # three of thirty-two are free: not much
+    slabs.free(held[:2])
+    longer = slabs.allocate_close(64)
+    assert longer is not None
+    assert longer.size == 1024
 
 
 def test_a_quarantined_slot_is_nobody_s_until_it_is_released() -> None:

@@ -25,7 +25,7 @@ from kvtier.tiers.arena.directory import (
     packed_block,
     packed_names,
 )
-from kvtier.tiers.arena.slabs import Lengths, SlabAllocator, Slot, slot_bytes
+from kvtier.tiers.arena.slabs import Lengths, SlabAllocator, Slot, is_close, slot_bytes
 from kvtier.tiers.residents import Residents
 from kvtier.tiers.tally import Tally
 from kvtier.types import ScopeId
@@ -269,6 +269,10 @@ class Holdings:
         """As many slots as can be had; evicts only what is needed, several at a time."""
         slots = self._slabs.allocate_up_to(size, count)
         while len(slots) < count:
+            close = self._slabs.allocate_close(size)
+            if close is not None:
+                slots.append(close)
+                continue
             victims = self._victims(size, count - len(slots))
             if not victims:
                 break
@@ -277,21 +281,24 @@ class Holdings:
         return slots
 
     def _victims(self, size: int, count: int) -> list[FrameName]:
-        """What to evict for slots of `size`: the coldest blocks of its class, or a whole slab.
+        """What to evict for slots of `size`: the coldest blocks that are close, or a whole slab.
 
-        A slab of another class goes when a block in it is colder than any of the own class, and
-        nothing in it is pinned or being written. One slab serves many slots, so this evicts as
-        many bytes as are then stored, not more.
+        A slab of another class goes when none of the coldest blocks is close, and nothing in it is
+        pinned or being written. One slab serves many slots, so this evicts as many bytes as its
+        new class then stores, not more.
         """
         coldest = self._residents.coldest(count)
-        fitting = list(itertools.takewhile(lambda n: self.held[n].slot.size == size, coldest))
+        fitting = list(
+            itertools.takewhile(lambda n: is_close(self.held[n].slot.size, size), coldest)
+        )
         if fitting:
             return fitting
         coldest = self._residents.coldest(_LOOKAHEAD_BLOCKS)
         for name in coldest:
-            slot = self.held[name].slot
-            if slot.size == size:
+            if is_close(self.held[name].slot.size, size):
                 return [name]
+        for name in coldest:
+            slot = self.held[name].slot
             neighbours = self._by_slab[slot.slab]
             whole = self._slabs.taken_count(slot.slab) == len(neighbours)
             if whole and not any(map(self._residents.is_pinned, neighbours)):

@@ -1,9 +1,11 @@
 """Which part of an arena's memory is whose: slabs given to slot classes, slots within a slab.
 
 A class is one slot size: the payload size of a namespace whose blocks are all of one length, and
-steps of a thirty-second where a codec makes the length vary (`slot_bytes`). A slab belongs to one
-class while one of its slots is taken, then to nobody. So several block sizes live in one arena and
-memory moves between them by emptying a slab.
+steps of an eighth of a power of two where a codec makes the length vary (`slot_bytes`). A slab
+belongs to one class while one of its slots is taken, then to nobody. So several block sizes live
+in one arena and memory moves between them by emptying a slab; where there are more classes than
+slabs could serve, a block takes a slot that is up to a quarter longer (`is_close`), and any longer
+one while more than an eighth of the memory is in slabs and unused.
 
 Kept in this process's own memory: no client can damage it. What must not live here: which block
 is worth keeping, names, bytes.
@@ -19,7 +21,8 @@ from kvtier.core.slots import SlotAllocator
 from kvtier.errors import CallerError
 
 ALIGNMENT_BYTES: Final = 64
-_ROUNDING: Final = 32
+_ROUNDING: Final = 8
+_IDLE_SHARE: Final = 8
 _ARENA_BYTES_MAX: Final = 1 << 46
 _SLABS_COUNT_MAX: Final = 1 << 20
 
@@ -32,11 +35,16 @@ class Lengths(Enum):
 
 
 def slot_bytes(payload_bytes: int, lengths: Lengths) -> int:
-    """The slot size of a payload's class: at most 63 bytes more, or a thirty-second and 63."""
+    """The slot size of a payload's class: at most 63 bytes more, or an eighth and 63."""
     granule = ALIGNMENT_BYTES
     if lengths is Lengths.VARYING:
         granule = max(granule, 1 << max(0, payload_bytes.bit_length() - _ROUNDING.bit_length()))
     return max(-(-payload_bytes // granule) * granule, ALIGNMENT_BYTES)
+
+
+def is_close(slot_size: int, size: int) -> bool:
+    """Whether a slot may be used for one of `size`: not shorter, at most a quarter longer."""
+    return size <= slot_size <= size + size // 4
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +77,7 @@ class SlabAllocator:
     _open: dict[int, dict[int, None]] = field(init=False, default_factory=dict)
     """Slabs with a free slot, by slot size; the one filled last first to be filled again."""
     _quarantined: int = field(init=False, default=0)
+    _taken_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         require_integer("slab_bytes", self.slab_bytes, ALIGNMENT_BYTES, _ARENA_BYTES_MAX)
@@ -109,7 +118,22 @@ class SlabAllocator:
             taken += [Slot(start + index * size, size, slab, index) for index in indexes]
             if not slots.free_count:
                 del candidates[slab]
+        if not candidates:
+            del self._open[size]
+        self._taken_bytes += size * len(taken)
         return taken
+
+    def allocate_close(self, size: int) -> Slot | None:
+        """Take a free slot of the closest class that is not much longer; None if there is none.
+
+        For when no slab is free: memory that its own class does not use. O(classes).
+        """
+        idle_bytes = self.given_bytes - self._taken_bytes
+        crowded = idle_bytes * _IDLE_SHARE > self.slab_bytes * self.slabs_count
+        close = [
+            other for other in self._open if is_close(other, size) or (crowded and other >= size)
+        ]
+        return self.allocate_up_to(min(close), 1)[0] if close else None
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give used slots back; a slab without used slots is nobody's again."""
@@ -118,6 +142,7 @@ class SlabAllocator:
             by_slab.setdefault(slot.slab, []).append(slot)
         for slab, group in by_slab.items():
             self._slabs[slab].slots.free([slot.index for slot in group])
+            self._taken_bytes -= sum(slot.size for slot in group)
             self._reopen(group[0])
 
     def quarantine(self, slot: Slot) -> None:
@@ -129,17 +154,19 @@ class SlabAllocator:
         """Free a quarantined slot, after proof that nobody writes it any more."""
         self._slabs[slot.slab].slots.release_quarantine((slot.index,))
         self._quarantined -= 1
+        self._taken_bytes -= slot.size
         self._reopen(slot)
 
     def _reopen(self, slot: Slot) -> None:
         slots = self._slabs[slot.slab].slots
-        candidates = self._open[slot.size]
+        candidates = self._open.setdefault(slot.size, {})
+        candidates[slot.slab] = None
         if slots.free_count == slots.slots_count:
-            candidates.pop(slot.slab, None)
+            del candidates[slot.slab]
             del self._slabs[slot.slab]
             self._free.append(slot.slab)
-        else:
-            candidates[slot.slab] = None
+        if not candidates:
+            del self._open[slot.size]
 
     def taken_count(self, slab: int) -> int:
         """How many slots of a slab are not free, the quarantined ones included."""
