@@ -187,8 +187,7 @@ bool Holdings::remove_one(std::uint32_t number, Cursor at, std::uint64_t hash) {
   --lane.distinct;
   lane.digest ^= hash;
   list.masks[index] &= ~bit;
-  bool held = false;
-  for (std::uint32_t i = 0; i < list.count && !held; ++i) held = (list.masks[i] & bit) != 0;
+  const bool held = list.unheld(bit) == 0;
   if (list.masks[index] == 0) drop_lane_of_page(at.page, index);
   if (held) return true;
   drop_slots(at.page, bit);
@@ -281,17 +280,16 @@ std::uint64_t Holdings::clear(const std::vector<std::uint32_t>& lanes) {
     const std::uint32_t id = next;
     next = recent_first ? pages_[id].older : id + 1;
     if (pages_.is_free(id)) continue;
-    std::uint64_t left_to_others = 0;
-    for (std::uint32_t i = 0; i < pages_[id].lane_count;) {
+    std::uint64_t dropped_slots = 0;
+    for (const std::uint32_t number : lanes) {
       const LaneList list = pages_.lanes(id);
-      if (!holders_.lane_at(list.lanes[i]).doomed) {
-        left_to_others |= list.masks[i++];
-        continue;
-      }
-      drop_lane_of_page(id, i);
+      const std::uint32_t index = list.find(number);
+      if (index == NONE) continue;
+      dropped_slots |= list.masks[index];
+      drop_lane_of_page(id, index);
       --pages_left;
     }
-    const std::uint64_t dead = pages_[id].live & ~left_to_others;
+    const std::uint64_t dead = pages_.lanes(id).unheld(dropped_slots);
     if (dead == 0) continue;
     drop_slots(id, dead);
     tidy(id);

@@ -43,16 +43,36 @@ struct Page {
 static_assert(sizeof(Page) == 40);
 
 // The lanes of a page as two parallel arrays. Valid until the page's lanes change or any other page's do.
-struct LaneList {
+class LaneList {
+ public:
+  LaneList(std::uint64_t* mask_array, std::uint32_t* lane_array, std::uint32_t lane_count)
+      : masks(mask_array), lanes(lane_array), count(lane_count) {}
+
   std::uint64_t* masks;
   std::uint32_t* lanes;
   std::uint32_t count;
 
   std::uint32_t find(std::uint32_t lane) const {
-    for (std::uint32_t i = 0; i < count; ++i)
+    std::uint32_t i = 0;
+    for (; i + STRIDE <= count; i += STRIDE) {  // a page may have thousands of lanes: compare many at once
+      const std::uint32_t* const some = lanes + i;
+      std::uint32_t found = 0;
+      for (int j = 0; j < STRIDE; ++j) found |= some[j] == lane ? ~0u : 0u;
+      if (found != 0) break;
+    }
+    for (; i < count; ++i)
       if (lanes[i] == lane) return i;
     return NONE;
   }
+
+  // Those of `slots` that no lane holds.
+  std::uint64_t unheld(std::uint64_t slots) const {
+    for (std::uint32_t i = 0; i < count && slots != 0; ++i) slots &= ~masks[i];
+    return slots;
+  }
+
+ private:
+  static constexpr int STRIDE = 64;
 };
 
 class Pages {
@@ -103,7 +123,6 @@ class Pages {
 
  private:
   static constexpr std::uint32_t SLOT_CLASSES[] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64};
-  static constexpr std::uint32_t SLOT_CLASSES_COUNT = 12;
   static constexpr std::uint32_t LANE_CLASSES_COUNT = 48;
 
   static std::uint32_t lane_capacity(std::uint32_t lane_class);
