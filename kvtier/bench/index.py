@@ -1,7 +1,7 @@
 """`kvtier bench index`: what the prefix index takes in, answers and weighs.
 
-Chains are random hashes, made before the clock runs. Rates are per second of CPU time of this one
-thread, so that a busy machine does not count; latencies are wall time. Both are medians. Memory is
+Chains are random hashes, made before the clock runs. Bulk work is measured in CPU time of this one
+thread, so that a busy machine does not count; matches in wall time. Both are medians. Memory is
 measured in fresh processes, as bytes that the index counts and as growth of the resident set; the
 larger of the two is reported.
 """
@@ -86,11 +86,12 @@ def _fill(index: NativePrefixIndex, batches: Sequence[EventBatch], shift: int = 
         index.apply(HolderId((number + shift) % HOLDERS), 0, batch)
 
 
-def _seconds(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def _seconds(call: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
     gc.collect()
-    start = clock()
+    start = time.process_time()
     call()
-    return clock() - start
+    return time.process_time() - start
 
 
 def _apply(blocks: int, repeats: int) -> Iterator[Result]:
@@ -108,7 +109,7 @@ def _apply(blocks: int, repeats: int) -> Iterator[Result]:
             ("remove chains that another holds", removes, 1, chains.size),
             ("remove 64-block chains", removes, 0, chains.size),
         ):
-            seconds = _seconds(partial(_fill, index, batches, shift), time.process_time)
+            seconds = _seconds(partial(_fill, index, batches, shift))
             speeds.setdefault(name, []).append(size / seconds / 1e6)
     bars = iter((4.0, 2.0))
     for name, measured in speeds.items():
