@@ -27,6 +27,7 @@ from kvtier.errors import (
 from kvtier.sections import DialConfig
 from kvtier.security import Dialer
 from kvtier.wire import rpc
+from kvtier.wire.loop_thread import end
 from kvtier.wire.status import error_of
 
 _RETIRED_S = 10.0
@@ -125,9 +126,7 @@ class Targets:
         self._dialers[target] = renewed
 
     async def close(self) -> None:
-        for task in tuple(self._retired):
-            task.cancel()
-        await asyncio.gather(*self._retired, return_exceptions=True)
+        await end(tuple(self._retired))
         for dialer in self._dialers.values():
             await dialer.close()
 

@@ -36,6 +36,7 @@ from kvtier.publisher import Publisher, PublisherConfig, PublisherListener
 from kvtier.sections import DialConfig
 from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
+from kvtier.wire.loop_thread import raise_if_cancelled
 from kvtier.wire.status import error_of
 
 
@@ -122,6 +123,7 @@ class IndexClient:
             except KvtierError as error:
                 if not error.retryable and not isinstance(error, BackendError):
                     raise
+            raise_if_cancelled()
             failures += 1
             if is_told:
                 is_told = False

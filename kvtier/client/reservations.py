@@ -27,6 +27,7 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.types import Epoch
 from kvtier.wire import messages as pb
 from kvtier.wire import rpc
+from kvtier.wire.loop_thread import end, raise_if_cancelled, spawn
 
 LOG = EventLog("kvtier.client")
 _QUEUE_COUNT_MAX = 4 * RESERVATIONS_PER_ROUTER_MAX
@@ -67,7 +68,7 @@ class ReserveSession:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(stream.run()) for stream in self._streams]
+        self._tasks = [spawn(stream.run(), LOG) for stream in self._streams]
         return self
 
     async def __aexit__(
@@ -76,9 +77,7 @@ class ReserveSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
         for future in self._waiting.values():
             future.cancel()
 
@@ -210,6 +209,7 @@ class _Stream:
             while True:
                 began = asyncio.get_running_loop().time()
                 await self._serve()
+                raise_if_cancelled()
                 failures += 1
                 pause_s = self._session.pause_s(failures)
                 if asyncio.get_running_loop().time() - began > 2 * pause_s:

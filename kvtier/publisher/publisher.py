@@ -30,7 +30,7 @@ from kvtier.publisher.stream import LOG, PublishStream
 from kvtier.sections import DialConfig
 from kvtier.security import Dialer
 from kvtier.types import Epoch, Seq, Tier
-from kvtier.wire.loop_thread import LoopThread
+from kvtier.wire.loop_thread import LoopThread, end, spawn
 
 _NOTHING = np.empty(0, np.uint64)
 _START_S = 10.0
@@ -204,7 +204,8 @@ class Publisher:
         self._fence_told = epoch
         LOG.error("publisher is fenced", instance=self.info.instance, reason=reason.value)
         for task in self._tasks:
-            task.cancel()
+            if task is not asyncio.current_task():  # that one is about to end by itself
+                task.cancel()
         if self._listener is not None:
             self._listener.fenced(reason)
 
@@ -223,14 +224,14 @@ class Publisher:
         self._due, self._progress = asyncio.Event(), asyncio.Event()
         self._due.set()
         self._open_streams()
-        self._sealing = asyncio.create_task(self._seal_when_due(self._due))
+        self._sealing = spawn(self._seal_when_due(self._due), LOG)
 
     def _open_streams(self) -> None:
         self._streams = [
             PublishStream(dialer, target, self._outbox, self, self._config, time.monotonic)
             for target, dialer in self._dialers.items()
         ]
-        self._tasks = [asyncio.create_task(stream.run()) for stream in self._streams]
+        self._tasks = [spawn(stream.run(), LOG) for stream in self._streams]
 
     async def _seal_when_due(self, due: asyncio.Event) -> None:
         while True:
@@ -279,20 +280,14 @@ class Publisher:
                  if stream.is_open and not task.done()]  # fmt: skip
         if tasks:
             await asyncio.wait(tasks, timeout=_GOODBYE_S)
-        await self._cancel([*self._tasks, self._sealing])
+        await end([*self._tasks, self._sealing])
 
     async def _restart(self) -> Epoch:
-        await self._cancel(self._tasks)
+        await end(self._tasks)
         epoch = _new_epoch()
         self._outbox.succeed(epoch)
         self._open_streams()
         return epoch
-
-    @staticmethod
-    async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _tier(tier: int) -> Tier:

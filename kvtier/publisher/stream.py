@@ -23,7 +23,7 @@ from kvtier.core.event_messages import (
 )
 from kvtier.core.fleet import HolderInfo
 from kvtier.core.workers import Load
-from kvtier.errors import CallerError, ConfigError
+from kvtier.errors import CallerError
 from kvtier.publisher import requests
 from kvtier.publisher.config import PublisherConfig
 from kvtier.publisher.outbox import Outbox
@@ -33,6 +33,7 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.types import Epoch, Seq
 from kvtier.wire import messages as pb
 from kvtier.wire import rpc
+from kvtier.wire.loop_thread import raise_if_cancelled
 
 LOG = EventLog("kvtier.publisher")
 
@@ -148,6 +149,7 @@ class PublishStream:
             while self._goodbye is None and self._outbox.fenced is None:
                 await self._attempt()
                 self._owner.progressed()
+                raise_if_cancelled()
                 if self._goodbye is None and self._outbox.fenced is None:
                     await asyncio.sleep(self._pause_s())
         finally:
@@ -176,7 +178,7 @@ class PublishStream:
             self._failed(f"nothing was heard for {self._silence_s:g} s")
         except grpc.aio.AioRpcError as error:
             self._ended(error)
-        except (CallerError, ConfigError) as error:
+        except (CallerError, grpc.aio.UsageError) as error:
             self._failed(str(error))
         lived_s = 0.0 if self._live_since is None else self._clock() - self._live_since
         if lived_s > self._config.reconnect_s_max:

@@ -42,7 +42,7 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.types import HolderId, Integers, Tier, Trust
 from kvtier.wire import messages as pb
 from kvtier.wire import rpc
-from kvtier.wire.loop_thread import LoopThread
+from kvtier.wire.loop_thread import LoopThread, end, raise_if_cancelled, spawn
 
 LOG = EventLog("kvtier.replica")
 
@@ -137,7 +137,6 @@ class IndexReplica:
         self._pictures = 0
         self._failures = 0
         self._last_error = ""
-        self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
     # ---- asking
@@ -263,14 +262,11 @@ class IndexReplica:
         return Picture(NativePrefixIndex(self._config.index_bytes_max), self._own)
 
     async def _open(self) -> None:
-        self._task = asyncio.create_task(self._follow_for_ever())
-        self._ticking = asyncio.create_task(self._tick())
+        self._following = spawn(self._follow_for_ever(), LOG)
+        self._ticking = spawn(self._tick(), LOG)
 
     async def _shut(self) -> None:
-        tasks = [task for task in (self._task, self._ticking) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end([self._following, self._ticking])
         for dialer in self._dialers.values():
             await dialer.close()
 
@@ -293,6 +289,7 @@ class IndexReplica:
         for target in itertools.cycle(targets):
             pictures = self._pictures
             await self._attempt(target)
+            raise_if_cancelled()
             failures = 0 if self._pictures > pictures else failures + 1
             await asyncio.sleep(self._pause_s(failures // len(targets)))
 
@@ -309,7 +306,7 @@ class IndexReplica:
             self._failed(target, f"nothing was heard for {self._config.silence_s:g} s")
         except grpc.aio.AioRpcError as error:
             self._failed(target, f"{error.code().name}: {error.details()}")
-        except CallerError as error:
+        except (CallerError, grpc.aio.UsageError) as error:
             self._failed(target, str(error))
         finally:
             self._followed = None

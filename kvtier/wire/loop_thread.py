@@ -7,14 +7,52 @@ runs here for longer than the interpreter takes to switch threads. What must not
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from kvtier.errors import UnavailableError
+from kvtier.telemetry.logs import EventLog
 
 T = TypeVar("T")
 
 _JOIN_S = 5.0
+_OBEY_S = 0.2
+
+
+async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until all have ended.
+
+    grpc.aio can swallow a cancellation (it does while it prepares a call that fails at the same
+    moment), hence again and again until obeyed.
+    """
+    pending = {task for task in tasks if not task.done()}
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=_OBEY_S)
+
+
+def spawn(work: Coroutine[Any, Any, None], log: EventLog) -> asyncio.Task[None]:
+    """A task that runs for ever; its failure, which only a bug can bring about, is logged."""
+
+    def tell(task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.exception("a task failed", error)
+
+    task = asyncio.create_task(work)
+    task.add_done_callback(tell)
+    return task
+
+
+def raise_if_cancelled() -> None:
+    """CancelledError if this task was cancelled and a call of grpc.aio swallowed that.
+
+    Every loop that opens calls anew asks this between two of them.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 class LoopThread:
@@ -79,9 +117,6 @@ class LoopThread:
         try:
             loop.run_forever()
         finally:
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.run_until_complete(end(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
