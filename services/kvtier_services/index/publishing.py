@@ -4,7 +4,7 @@ What must not live here: what a message does (state.py).
 """
 
 import asyncio
-import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -41,9 +41,44 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 ACK_DELAY_S: Final = 0.02
 """Acknowledgements of one stream are gathered for so long: one message instead of hundreds."""
+TURN_S_MAX: Final = 0.005
+"""How long messages are taken in before others have their turn."""
+REPLIES_COUNT_MAX: Final = 16
+"""Replies that wait for one publisher before nothing more is read from it."""
 _WAITING: Final = frozenset({Verdict.STAGED, Verdict.HELD})
 """Nothing new can be acknowledged while a snapshot arrives, so the last number is said again: a
 publisher that heard nothing for as long as that takes would give up and begin anew, for ever."""
+
+
+class Intake:
+    """What the publishers of one event loop have sent, taken in once a turn of the loop.
+
+    A stream hands its message over and asks gRPC for the next one at once. So while the messages
+    of all streams are taken in, one after the other, gRPC already fetches the next ones. A stream
+    has one message here at most: what it reads next arrives in a later turn. Work beyond
+    `TURN_S_MAX` waits for the next turn, behind the calls that came meanwhile.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: deque[tuple[PublishStream, pb.PublishRequest]] = deque()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, stream: "PublishStream", request: pb.PublishRequest) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._take_in)
+        self._waiting.append((stream, request))
+
+    def _take_in(self) -> None:
+        until = self._clock() + TURN_S_MAX
+        now = 0.0
+        try:
+            while self._waiting and now < until:
+                stream, request = self._waiting.popleft()
+                now = stream.take(request)
+        finally:  # a bug in one stream is reported by the loop and does not hold up the others
+            if self._waiting:
+                self._loop.call_soon(self._take_in)
 
 
 class PublishStream:
@@ -55,83 +90,133 @@ class PublishStream:
         clock: Callable[[], float],
         welcome: pb.Welcome,
         metrics: IndexMetrics,
+        intake: Intake,
     ) -> None:
         self._metrics = metrics
         self._state = state
         self._clock = clock
         self._welcome = welcome
+        self._intake = intake
+        self._caller = caller()
+        """Asked for now: messages are taken in outside of the call's own context."""
         self._stream: Stream | None = None
         self._known: StreamState | None = None
         """What the state knew of `_stream` at its Hello."""
         self._epoch = Epoch(0)
         self._owes_welcome = False
         self._hello_asked = False
-        self._acked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._ack_seq = 0
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._replies: deque[pb.PublishResponse] = deque()
+        self._to_send = asyncio.Event()
+        self._sent = asyncio.Event()
+        self._is_ending = False
+        self._error: CallerError | ForbiddenError | None = None
 
     async def serve(self, context: Context) -> None:
         """Read until the publisher ends, is fenced or refused, or floods."""
-        acks = asyncio.create_task(self._send_acks(context))
+        reading = asyncio.create_task(self._read(context))
+        sending = asyncio.create_task(self._send(context))
         try:
-            while True:
-                request = await context.read()
-                if request is grpc.aio.EOF or not await self._take(request, context):
-                    break
+            await asyncio.wait({reading, sending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._is_ending = True
             if self._stream is not None:
                 self._state.disconnected(self._stream, connection=self)
-            acks.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await acks
+            if self._ack_timer is not None:
+                self._ack_timer.cancel()
+            for task in (reading, sending):
+                task.cancel()
+            ends = await asyncio.gather(reading, sending, return_exceptions=True)
+        if self._error is not None:
+            await context.abort(_status(self._error), str(self._error))
+        for end in ends:
+            if isinstance(end, Exception):
+                raise end
 
-    async def _take(self, request: pb.PublishRequest, context: Context) -> bool:
-        """Handle one message; False when the stream is over."""
-        kind = request.WhichOneof("message")
+    async def _read(self, context: Context) -> None:
+        while (request := await context.read()) is not grpc.aio.EOF:
+            self._intake.put(self, request)
+            while len(self._replies) > REPLIES_COUNT_MAX or self._is_ending:
+                self._sent.clear()  # it does not read what it is told: read no more from it
+                await self._sent.wait()
+
+    async def _send(self, context: Context) -> None:
+        """Write replies in their order; ends when the stream is to end."""
+        while not self._is_ending or self._replies:
+            await self._to_send.wait()
+            self._to_send.clear()
+            while self._replies:
+                await context.write(self._replies.popleft())
+            self._sent.set()
+
+    def take(self, request: pb.PublishRequest) -> float:
+        """Handle one message; returns the time after that."""
+        began = self._clock()
+        if self._is_ending:
+            return began
+        is_bug = True
         try:
-            if kind == "hello":
-                return await self._hello(request.hello, context)
-            if self._stream is None:
-                raise CallerError(f"a stream begins with Hello, not with {kind}")
-            if self._state.stream(self._stream) is not self._known:
-                return await self._unknown(kind, context)
-            if kind == "goodbye":
-                self._state.goodbye(self._stream, self._epoch)
-                return False
-            began = self._clock()
-            outcome = self._outcome(kind, request)
-            self._metrics.apply_took(self._clock() - began)
-        except LimitError as error:
-            # Whatever else this publisher holds is still right; it may not hold more.
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
-        except CallerError as error:
-            await context.abort(grpc.StatusCode[error.grpc_status], str(error))
-        return await self._reply(outcome, context)
+            outcome = self._outcome(request, began)
+            if outcome is not None:
+                self._reply(outcome)
+            is_bug = False
+        except (CallerError, ForbiddenError) as error:
+            self._end(error)
+            is_bug = False
+        finally:
+            if is_bug:
+                self._end(None)
+        ended = self._clock()
+        self._metrics.apply_took(ended - began)
+        return ended
 
-    async def _unknown(self, kind: str | None, context: Context) -> bool:
-        """The holder was forgotten under the open stream: what comes before a Hello is nobody's."""
-        if kind != "goodbye" and not self._hello_asked:
-            self._hello_asked = True
-            await context.write(pb.PublishResponse(hello_needed=pb.HelloNeeded()))
-        return kind != "goodbye"
+    def _end(self, error: CallerError | ForbiddenError | None) -> None:
+        """The stream is over once what it is still to be told is sent."""
+        self._is_ending, self._error = True, error
+        self._to_send.set()
 
-    def _outcome(self, kind: str | None, request: pb.PublishRequest) -> Outcome[PackedBatch]:
-        """What a message does; one whose columns cannot be read makes the stream DEGRADED."""
-        assert self._stream is not None
-        now = self._clock()
+    def _say(self, response: pb.PublishResponse) -> None:
+        self._replies.append(response)
+        self._to_send.set()
+
+    def _outcome(self, request: pb.PublishRequest, now: float) -> Outcome[PackedBatch] | None:
+        """What a message does; None where it has been answered already."""
+        kind = request.WhichOneof("message")
+        if kind == "hello":
+            return self._hello(request.hello, now)
+        if self._stream is None:
+            raise CallerError(f"a stream begins with Hello, not with {kind}")
+        if self._state.stream(self._stream) is not self._known:
+            self._unknown(kind)
+            return None
         match kind:
-            case "heartbeat":
-                return self._heartbeat(self._stream, request.heartbeat, now)
             case "batch":
                 message, handle = request.batch, self._batch
             case "snapshot":
                 message, handle = request.snapshot.batch, self._snapshot
+            case "heartbeat":
+                return self._heartbeat(self._stream, request.heartbeat, now)
+            case "goodbye":
+                self._state.goodbye(self._stream, self._epoch)
+                self._end(None)
+                return None
             case _:
                 raise CallerError("an empty message, or one that this version does not know")
         try:
             columns = convert.packed_from(message)
-        except CallerError:
+        except CallerError:  # the stream becomes DEGRADED
             return self._state.undecodable(self._stream, self._epoch, now)
         return handle(self._stream, request, columns, now)
+
+    def _unknown(self, kind: str | None) -> None:
+        """The holder was forgotten under the open stream: what comes before a Hello is nobody's."""
+        if kind == "goodbye":
+            self._end(None)
+        elif not self._hello_asked:
+            self._hello_asked = True
+            self._say(pb.PublishResponse(hello_needed=pb.HelloNeeded()))
 
     def _batch(
         self, stream: Stream, request: pb.PublishRequest, columns: PackedBatch, now: float
@@ -153,37 +238,43 @@ class PublishStream:
         message = Heartbeat(self._epoch, Seq(beat.seq), digest)
         return self._state.heartbeat(stream, message, load, now)
 
-    async def _hello(self, hello: pb.Hello, context: Context) -> bool:
+    def _hello(self, hello: pb.Hello, now: float) -> Outcome[PackedBatch] | None:
         try:
             info = convert.info_from(hello)
-            caller().require_instance(info.instance)
+            self._caller.require_instance(info.instance)
             self._epoch = Epoch(hello.epoch)
             self._owes_welcome = True
             self._hello_asked = False
             self._ack_seq = 0
             message = Hello(self._epoch, Seq(hello.seq))
-            self._stream, outcome = self._state.hello(info, message, self, self._clock())
-            self._known = self._state.stream(self._stream)
+            self._stream, outcome = self._state.hello(info, message, self, now)
         except IdentityError as error:
-            await context.write(pb.PublishResponse(refused=pb.Refused(reason=str(error))))
-            return False
-        except ForbiddenError as error:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
-        return await self._reply(outcome, context)
+            self._say(pb.PublishResponse(refused=pb.Refused(reason=str(error))))
+            self._end(None)
+            return None
+        self._known = self._state.stream(self._stream)
+        return outcome
 
-    async def _reply(self, outcome: Outcome[PackedBatch], context: Context) -> bool:
-        """Send what the outcome says to the publisher; False once it is fenced."""
+    def _reply(self, outcome: Outcome[PackedBatch]) -> None:
+        """Say what the outcome says to the publisher; a fence ends the stream."""
         if outcome.verdict in _WAITING:
-            self._acked.set()
+            self._acknowledge()
         for action in outcome.actions:
             if isinstance(action, AckUpTo):
                 self._ack_seq = max(self._ack_seq, action.seq)
-                self._acked.set()
+                self._acknowledge()
             elif isinstance(action, Reply):
-                await context.write(self._message(action))
+                self._say(self._message(action))
                 if isinstance(action, Fence):
-                    return False
-        return True
+                    self._end(None)
+
+    def _acknowledge(self) -> None:
+        if self._ack_timer is None:
+            self._ack_timer = self._loop.call_later(ACK_DELAY_S, self._say_ack)
+
+    def _say_ack(self) -> None:
+        self._ack_timer = None
+        self._say(pb.PublishResponse(ack=pb.Ack(seq=self._ack_seq)))
 
     def _message(self, reply: Reply) -> pb.PublishResponse:
         match reply:
@@ -212,9 +303,9 @@ class PublishStream:
         welcome.MergeFrom(self._welcome)
         return pb.PublishResponse(welcome=welcome)
 
-    async def _send_acks(self, context: Context) -> None:
-        while True:
-            await self._acked.wait()
-            await asyncio.sleep(ACK_DELAY_S)
-            self._acked.clear()
-            await context.write(pb.PublishResponse(ack=pb.Ack(seq=self._ack_seq)))
+
+def _status(error: CallerError | ForbiddenError) -> grpc.StatusCode:
+    """LimitError: what else this publisher holds is still right, but it may not hold more."""
+    if isinstance(error, LimitError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    return grpc.StatusCode[error.grpc_status]

@@ -23,7 +23,7 @@ from kvtier_services.index.broadcast import Broadcast, Follower, Watcher
 from kvtier_services.index.feed import Receiver
 from kvtier_services.index.matching import Answerer
 from kvtier_services.index.metrics import IndexMetrics
-from kvtier_services.index.publishing import PublishStream
+from kvtier_services.index.publishing import Intake, PublishStream
 from kvtier_services.index.state import IndexState
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -49,6 +49,7 @@ class IndexService:
         self._metrics = metrics
         self._clock = clock
         self._welcome = welcome
+        self._intake = Intake(clock)
         self._answerer = Answerer(state, metrics, clock, broadcast.index_epoch)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -69,9 +70,10 @@ class IndexService:
 
     async def publish(self, _: AsyncIterator[pb.PublishRequest], context: Context) -> None:
         with self._metrics.open_stream("publish"):
-            await PublishStream(self._state, self._clock, self._welcome, self._metrics).serve(
-                context
+            stream = PublishStream(
+                self._state, self._clock, self._welcome, self._metrics, self._intake
             )
+            await stream.serve(context)
 
     # ---- queries
 
