@@ -6,7 +6,8 @@
  * that of `diskshim.py`. A call is matched by the path of its descriptor, read from /proc/self/fd.
  *
  * Limits: I/O through mmap, io_uring, direct system calls and the C library's own buffered streams
- * does not pass here.
+ * does not pass here. A read that must not wait (RWF_NOWAIT) gets EAGAIN in place of latency, as from
+ * the kernel when the disk is slow.
  */
 #undef _FORTIFY_SOURCE
 #define _GNU_SOURCE
@@ -83,6 +84,8 @@ static int path_of(int fd, char *path, size_t size) {
     return 0;
 }
 
+static _Thread_local int must_not_wait;
+
 static void wait_us(uint64_t us) {
     struct timespec rest = {(time_t)(us / 1000000), (long)(us % 1000000) * 1000};
     while (nanosleep(&rest, &rest) != 0 && errno == EINTR) {
@@ -111,7 +114,12 @@ static struct verdict judge(enum operation operation, int fd, size_t bytes) {
         atomic_fetch_add(&rule->injected, 1);
         if (rule->action == ACT_ERROR) verdict.error = rule->error;
         if (rule->action == ACT_SHORT) verdict.bytes = rule->short_bytes;
-        if (rule->action == ACT_LATENCY) wait_us(rule->latency_us);
+        if (rule->action != ACT_LATENCY) continue;
+        if (must_not_wait) {
+            verdict.error = EAGAIN;
+        } else {
+            wait_us(rule->latency_us);
+        }
     }
     errno = saved;
     return verdict;
@@ -210,10 +218,28 @@ VECTOR(pwritev2, OP_WRITE,
        (int fd, const struct iovec *vector, int count, off_t at, int flags), at, flags)
 VECTOR(pwritev64v2, OP_WRITE,
        (int fd, const struct iovec *vector, int count, off64_t at, int flags), at, flags)
-VECTOR(preadv2, OP_READ,
-       (int fd, const struct iovec *vector, int count, off_t at, int flags), at, flags)
-VECTOR(preadv64v2, OP_READ,
-       (int fd, const struct iovec *vector, int count, off64_t at, int flags), at, flags)
+static ssize_t (*next_preadv2)(int, const struct iovec *, int, off64_t, int);
+
+static ssize_t preadv2_judged(int fd, const struct iovec *vector, int count, off64_t at, int flags) {
+    if (next_preadv2 == NULL) next_preadv2 = (__typeof__(next_preadv2))real("preadv64v2");
+    if (count <= 0 || count > IOV_MAX) return next_preadv2(fd, vector, count, at, flags);
+    size_t asked = total(vector, count);
+    must_not_wait = (flags & RWF_NOWAIT) != 0;
+    struct verdict verdict = judge(OP_READ, fd, asked);
+    must_not_wait = 0;
+    FAIL_IF(verdict);
+    if (verdict.bytes == asked) return next_preadv2(fd, vector, count, at, flags);
+    struct iovec cut[IOV_MAX];
+    return next_preadv2(fd, cut, shorten(vector, count, verdict.bytes, cut), at, flags);
+}
+
+ssize_t preadv2(int fd, const struct iovec *vector, int count, off_t at, int flags) {
+    return preadv2_judged(fd, vector, count, at, flags);
+}
+
+ssize_t preadv64v2(int fd, const struct iovec *vector, int count, off64_t at, int flags) {
+    return preadv2_judged(fd, vector, count, at, flags);
+}
 
 PLAIN(fsync, OP_SYNC, (int fd), fd)
 PLAIN(fdatasync, OP_SYNC, (int fd), fd)

@@ -490,6 +490,7 @@ class TierContract:
         tier = await backend.open(observer=journal)
         possible = [payload_of(1, version=version) for version in range(4)]
         hits = 0
+        assert await put(tier, put_of(1)) == [PutStatus.STORED]  # a tier with a disk is slower
 
         async def reader() -> None:
             nonlocal hits
