@@ -15,13 +15,14 @@ import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-from kvtier.wire._pb import index_pb2
+from kvtier.wire._pb import index_pb2, store_pb2
 
 Serializer = Callable[[Any], bytes]
 Deserializer = Callable[[bytes], Any]
 
 INDEX: ServiceDescriptor = index_pb2.DESCRIPTOR.services_by_name["Index"]
-SERVICES: tuple[ServiceDescriptor, ...] = (INDEX,)
+STORE: ServiceDescriptor = store_pb2.DESCRIPTOR.services_by_name["Store"]
+SERVICES: tuple[ServiceDescriptor, ...] = (INDEX, STORE)
 """Every service of ours, for whoever must enumerate all methods."""
 
 

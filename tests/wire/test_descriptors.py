@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from kvtier.wire._pb import events_pb2, identity_pb2, index_pb2
+from kvtier.wire._pb import events_pb2, identity_pb2, index_pb2, store_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
 BASELINE = ROOT / "proto" / "baseline.json"
-FILES = (identity_pb2.DESCRIPTOR, events_pb2.DESCRIPTOR, index_pb2.DESCRIPTOR)
+FILES = (
+    identity_pb2.DESCRIPTOR,
+    events_pb2.DESCRIPTOR,
+    index_pb2.DESCRIPTOR,
+    store_pb2.DESCRIPTOR,
+)
 
 Described = dict[str, dict[str, str]]
 
