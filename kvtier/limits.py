@@ -161,3 +161,19 @@ PIN_TTL_S_MAX: Final = 86_400
 # Store
 STORE_IN_FLIGHT_BYTES_MAX: Final = 1 << 40
 """Of blocks that are on their way between tiers, in memory of the store."""
+STORE_LEASES_MAX: Final = 1 << 16
+"""Blocks of one store that are leased through its service at once."""
+STORE_RESERVATIONS_MAX: Final = 1 << 14
+"""Of clients of other nodes, at once."""
+STORE_CHUNK_BYTES_MAX: Final = 1 << 20
+"""Payload in one message of a Get or Put stream."""
+STORE_CHUNK_BYTES_MIN: Final = 4096
+"""The same, but for the last of a stream: ten million chunks would be ten million messages."""
+STORE_DEADLINE_MS_MAX: Final = 60_000
+"""How long one call may wait for blocks."""
+STORE_STREAM_IDLE_MS_MAX: Final = 5_000
+"""Silence of a client that is sending payloads, or of one that takes none."""
+STORE_NAMESPACES_MAX: Final = 256
+"""Namespaces that one store announces, each as a holder of its own."""
+STORE_DIGESTS_MAX: Final = 1 << 20
+"""Blocks named by engine digests whose prefix hashes are remembered."""

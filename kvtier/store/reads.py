@@ -237,17 +237,23 @@ class Reads:
         names: Sequence[tuple[FrameName, int | None]],
         deadline_s: float,
         options: ReadOptions,
-    ) -> AsyncIterator[Presence]:
+    ) -> AsyncIterator[list[Presence]]:
         """See `TieredStore.bring_up`."""
         first = self._plan_up(names, options)
+        known: list[Presence] = []
         for (name, payload_bytes), begun in zip(names, first, strict=True):
             presence = begun
             for _ in range(ROUNDS_MAX):
                 if isinstance(presence, Presence):
                     break
+                if known and not presence.done():
+                    yield known
+                    known = []
                 arrived = await self._arrived(name, presence, deadline_s)
                 presence = arrived or self._plan_up([(name, payload_bytes)], options)[0]
-            yield presence if isinstance(presence, Presence) else Presence.NO_ROOM
+            known.append(presence if isinstance(presence, Presence) else Presence.NO_ROOM)
+        if known:
+            yield known
 
     def _plan_up(
         self, names: Sequence[tuple[FrameName, int | None]], options: ReadOptions

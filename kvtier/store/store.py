@@ -101,6 +101,11 @@ class TieredStore:
             self._spawn(lane.run())
         self._spawn(self._tick_for_ever())
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its lanes run: a store that was closed, or one with a bug, does not."""
+        return self._is_open and len(self._tasks) > len(self._lanes)
+
     # Blocks
 
     async def get_many(
@@ -133,16 +138,16 @@ class TieredStore:
         names: Sequence[tuple[FrameName, int | None]],
         deadline_s: float,
         options: ReadOptions = _EVERYTHING,
-    ) -> AsyncIterator[Presence]:
+    ) -> AsyncIterator[list[Presence]]:
         """Bring blocks (with payload lengths, where known) into DRAM; one answer each, in order.
 
-        An answer comes as soon as it and all before it are known. All begin at once. Counts no
-        touch: see `touch`.
+        Answers come in runs, as soon as they and all before them are known. All blocks begin at
+        once. Counts no touch: see `touch`.
         """
         require_batch(names, deadline_s)
         require_open(self._is_open)
-        async for presence in self._reads.bring_up(names, deadline_s, options):
-            yield presence
+        async for known in self._reads.bring_up(names, deadline_s, options):
+            yield known
 
     def prefetch(
         self, names: Sequence[tuple[FrameName, int | None]], options: ReadOptions = _EVERYTHING

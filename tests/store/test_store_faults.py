@@ -250,7 +250,7 @@ async def writing(rig: Rig) -> object:
 
 async def bringing(rig: Rig) -> object:
     names = [(name_of(n), BLOCK_BYTES) for n in (0, 1, 2)]
-    return [presence async for presence in rig.store.bring_up(names, soon())]
+    return [one async for known in rig.store.bring_up(names, soon()) for one in known]
 
 
 async def dropping(rig: Rig) -> object:

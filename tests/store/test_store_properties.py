@@ -56,8 +56,8 @@ class Oracle:
                 await self.get(numbers)
             case "up":
                 names = [(name_of(n), None) for n in numbers]
-                async for presence in self.rig.store.bring_up(names, soon()):
-                    self.seen[presence] += 1
+                async for known in self.rig.store.bring_up(names, soon()):
+                    self.seen.update(known)
             case "drop":
                 await self.drop(numbers)
             case "pin":

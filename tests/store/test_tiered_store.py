@@ -43,7 +43,7 @@ TO_NVME = Shape(nvme_policy=WritePolicy.ON_SEAL)
 
 async def brought_up(rig: Rig, *numbers: int) -> list[Presence]:
     names = [(name_of(n), BLOCK_BYTES) for n in numbers]
-    return [presence async for presence in rig.store.bring_up(names, soon())]
+    return [one async for known in rig.store.bring_up(names, soon()) for one in known]
 
 
 async def test_what_was_put_is_read_into_the_callers_buffer() -> None:

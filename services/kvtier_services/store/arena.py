@@ -1,0 +1,148 @@
+"""The arena as its clients meet it: what they put, read and lease goes through the store's planner.
+
+Clients of shared memory talk to `kvtier.tiers.arena.server`, which knows nothing of quotas, lower
+tiers and pins. `GovernedArena` is the tier that it talks to; the store itself works on the same
+memory through `put_many` and `RawPins`, which go past the planner that called them.
+What must not live here: sessions, gRPC.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.core.eviction import PRIORITY_MAX, PinToken
+from kvtier.core.frame import FrameName
+from kvtier.core.planner import PinId
+from kvtier.errors import KvtierError
+from kvtier.limits import LEASE_MS_MAX
+from kvtier.ports import PutRequest, PutResult, PutStatus
+from kvtier.store import PinTerms, TieredStore, held_block
+from kvtier.tiers.arena.holdings import Reservation, Wanted
+from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
+from kvtier.tiers.tally import payload_view
+
+LEASE_TERMS = PinTerms(LEASE_MS_MAX / 1000, PRIORITY_MAX)
+"""A lease ends by its own time; the planner's pin behind it only must not end before."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawPins:
+    """Pins in the arena alone: for the store, which keeps its own books of them."""
+
+    arena: "GovernedArena"
+
+    def pin(self, name: FrameName) -> PinToken | None:
+        return ArenaTier.pin(self.arena, name)
+
+    def unpin(self, name: FrameName, token: PinToken) -> None:
+        ArenaTier.unpin(self.arena, name, token)
+
+
+class GovernedArena(ArenaTier):
+    """`ArenaTier` for clients. Before `govern` and after `release` it refuses what they put."""
+
+    def __init__(self, config: ArenaConfig, shape: ArenaShape | None = None) -> None:
+        """See `ArenaTier`."""
+        super().__init__(config, shape)
+        self.store: TieredStore | None = None
+        self._leases: dict[tuple[FrameName, PinToken], list[PinId]] = {}
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """Longest payload that it could hold at all."""
+        return self._config.slab_bytes
+
+    def govern(self, store: TieredStore) -> None:
+        """Let clients in, by the books of this store."""
+        self.store = store
+
+    def release(self) -> None:
+        """Refuse what clients put from here on; they read on until the arena is closed."""
+        self.store = None
+
+    # The store's own
+
+    async def put_many(self, requests: Sequence[PutRequest], deadline_s: float) -> list[PutResult]:
+        """See `BlockTier.put_many`: the store's, which has planned it already."""
+        payloads = [payload_view(request.payload) for request in requests]
+        wanted = [
+            Wanted(request.name, payload.nbytes, request.owner, request.retention)
+            for request, payload in zip(requests, payloads, strict=True)
+        ]
+        declared = [request.payload_checksum for request in requests]
+        return await super().write_many(wanted, payloads, declared, deadline_s)
+
+    # Clients'
+
+    async def write_many(
+        self,
+        wanted: Sequence[Wanted],
+        payloads: Sequence[memoryview],
+        declared: Sequence[int | None],
+        deadline_s: float,
+    ) -> list[PutResult]:
+        """Blocks that a client put: planned like any other put."""
+        if self.store is None:
+            return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
+        if not wanted:
+            return []
+        requests = [
+            PutRequest(one.name, payload, one.owner, checksum, one.retention)
+            for one, payload, checksum in zip(wanted, payloads, declared, strict=True)
+        ]
+        try:
+            return await self.store.put_many(requests, deadline_s)
+        except KvtierError as error:
+            return [PutResult(PutStatus.ERROR, type(error).__name__)] * len(wanted)
+
+    async def write_reserved(
+        self,
+        reservations: Sequence[Reservation],
+        payloads: Sequence[memoryview],
+        checksums: Sequence[int | None],
+    ) -> list[PutResult]:
+        """Blocks for which a client had taken slots: published, then taken into the books."""
+        results = await super().write_reserved(reservations, payloads, checksums)
+        stored = [
+            reservation.wanted
+            for reservation, result in zip(reservations, results, strict=True)
+            if result.status is PutStatus.STORED
+        ]
+        if stored and self.store is not None:
+            blocks = [held_block(one.name, one.payload_bytes, one.owner) for one in stored]
+            await self.store.adopt(blocks)
+        return results
+
+    def touch_entries(self, located: Iterable[tuple[int, int]]) -> None:
+        """Blocks that were read in place: they count as used everywhere."""
+        names = [name for name in map(self._name_at, located) if name is not None]
+        self.touch(names)
+        if self.store is not None:
+            self.store.touch(names)
+
+    def pin(self, name: FrameName) -> PinToken | None:
+        """A lease: the planner must not take the block away either."""
+        if self.store is None:
+            return None
+        token = super().pin(name)
+        if token is None:
+            return None
+        try:
+            pinned = self.store.pin([name], LEASE_TERMS)
+        except KvtierError:
+            super().unpin(name, token)
+            return None
+        if not pinned.names:
+            self.store.unpin(pinned.pin_id)
+            super().unpin(name, token)
+            return None
+        self._leases.setdefault((name, token), []).append(pinned.pin_id)
+        return token
+
+    def unpin(self, name: FrameName, token: PinToken) -> None:
+        """End of a lease."""
+        super().unpin(name, token)
+        held = self._leases.get((name, token), [])
+        if held and self.store is not None:
+            self.store.unpin(held.pop())
+        if not held:
+            self._leases.pop((name, token), None)

@@ -1,0 +1,165 @@
+"""Settings of a node's store."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from kvtier.config import Root, Secret
+from kvtier.core.planner import ScopeQuota, WritePolicy
+from kvtier.errors import ConfigError
+from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig
+from kvtier.types import ScopeId, Tier
+
+_QUOTA = re.compile(r"(dram|nvme):([0-9]+):(.+)", re.DOTALL)
+_BYTES_MAX = 1 << 46
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSection:
+    """DRAM: shared memory that clients of this node read in place."""
+
+    bytes_max: int = 4 << 30
+    """Preallocated at the start, and never more."""
+    slab_bytes: int = 64 << 20
+    """No block is longer; each block size takes slabs of its own."""
+    blocks_max: int = 1 << 16
+    """Blocks at once; 220 bytes each, beside bytes_max."""
+    sessions_max: int = 64
+    """Client processes at once."""
+    segment_bytes_max: int = 1 << 30
+    """Memory that one client may write into."""
+    segments_bytes_max: int = 4 << 30
+    """The same of all clients together."""
+
+    def __post_init__(self) -> None:
+        if not _MIB <= self.slab_bytes <= self.bytes_max <= _BYTES_MAX:
+            raise ConfigError(f"want 1 MiB <= slab_bytes <= bytes_max <= {_BYTES_MAX}")
+        if self.bytes_max % self.slab_bytes or self.slab_bytes % 64:
+            raise ConfigError("bytes_max must be a multiple of slab_bytes, and that of 64")
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeSection:
+    """The disk below DRAM."""
+
+    enabled: bool = True
+    """Off: what leaves DRAM is gone, unless a Redis takes it."""
+    bytes_max: int | None = None
+    """All that the tier may take on disk; not set: free_share of what was free at first start."""
+    free_share: float = 0.8
+    """See bytes_max."""
+    write_policy: WritePolicy = WritePolicy.ON_EVICT
+    """on_seal, on_reuse or on_evict."""
+    touches_min: int = 1
+    """A block that was used less often is not written."""
+    write_bytes_per_day: int | None = None
+    """Budget of writes, for the life of the device; not set: none."""
+    deadline_ms: int = 2_000
+    """Of one read or write."""
+
+    def __post_init__(self) -> None:
+        if self.touches_min < 1 or not 1 <= self.deadline_ms <= 600_000:
+            raise ConfigError("touches_min and deadline_ms must be positive")
+        if self.write_bytes_per_day is not None and self.write_bytes_per_day < 1:
+            raise ConfigError("write_bytes_per_day must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSection:
+    """A Redis that the stores of several nodes share; off unless `url` or `sentinels` is set."""
+
+    url: Secret | None = None
+    """redis://, rediss:// or unix:// address of one server."""
+    sentinels: tuple[str, ...] = ()
+    """host:port of each Sentinel, instead of a URL."""
+    service: str = ""
+    """Name of the master that the Sentinels watch."""
+    username: str = ""
+    """With Sentinels: of the server."""
+    password: Secret | None = None
+    """With Sentinels: of the server."""
+    sentinel_password: Secret | None = None
+    """Of the Sentinels themselves."""
+    ca_file: Path | None = None
+    """Authorities of the server's certificate, for rediss:// and Sentinels with TLS."""
+    bytes_max: int = 1 << 40
+    """What the server may hold; its own maxmemory enforces it."""
+    ttl_s: float | None = None
+    """Values end so long after they were written; not set: never."""
+    write_policy: WritePolicy = WritePolicy.ON_EVICT
+    """on_seal, on_reuse or on_evict."""
+    touches_min: int = 2
+    """A block that was used less often is not written."""
+    deadline_ms: int = 500
+    """Of one read or write."""
+
+    def __post_init__(self) -> None:
+        if self.url is not None and self.sentinels:
+            raise ConfigError("give url or sentinels, not both")
+        if self.sentinels and not self.service:
+            raise ConfigError("sentinels need the service that they watch")
+        if self.touches_min < 1 or not 1 <= self.deadline_ms <= 600_000:
+            raise ConfigError("touches_min and deadline_ms must be positive")
+
+    @property
+    def enabled(self) -> bool:
+        return self.url is not None or bool(self.sentinels)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig(Root):
+    """The store of one node: DRAM in shared memory, NVMe, a shared Redis."""
+
+    SECTION: ClassVar[str] = "store"
+
+    listen: ListenConfig = field(default_factory=lambda: ListenConfig(bind="127.0.0.1:7720"))
+    """Where clients of other nodes call."""
+    data_dir: Path = Path("/var/lib/kvtier/store")
+    """Directory of the NVMe tier; of one store at a time."""
+    run_dir: Path | None = None
+    """Directory of the Unix sockets, for the store's user alone; not set: `run` in data_dir."""
+    instance: str | None = None
+    """Name of this store in the fleet; not set: the host's name."""
+    node: str | None = None
+    """Name of the machine, as its workers say it; not set: the host's name."""
+    zone: str = ""
+    """Failure or network zone, for routers."""
+    index: DialConfig = field(default_factory=DialConfig)
+    """Index replicas to tell what this store holds; none: nobody is told."""
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    """Logs, metrics and traces."""
+    dram: ArenaSection = field(default_factory=ArenaSection)
+    """Shared memory."""
+    nvme: NvmeSection = field(default_factory=NvmeSection)
+    """Disk."""
+    redis: RedisSection = field(default_factory=RedisSection)
+    """Shared Redis."""
+    quotas: tuple[str, ...] = ()
+    """tier:bytes:scope each, tier being dram or nvme: a ceiling and a guarantee for that scope."""
+    promote_touches_min: int = 2
+    """A block below DRAM comes up at this touch."""
+    in_flight_bytes_max: int = 512 << 20
+    """Blocks on their way between tiers."""
+    staging_bytes_max: int = 512 << 20
+    """Payloads on their way in from clients elsewhere."""
+    drain_ms_max: int = 5_000
+    """How long open calls and demotions may go on when the service is asked to stop."""
+
+    def __post_init__(self) -> None:
+        for quota in self.quotas:
+            parse_quota(quota)
+        if min(self.promote_touches_min, self.in_flight_bytes_max, self.staging_bytes_max) < 1:
+            raise ConfigError("promote_touches_min and byte ceilings must be positive")
+        if self.drain_ms_max < 0:
+            raise ConfigError("drain_ms_max must not be negative")
+
+
+def parse_quota(text: str) -> ScopeQuota:
+    """`tier:bytes:scope`. ConfigError, which does not repeat the scope, for anything else."""
+    found = _QUOTA.fullmatch(text)
+    if found is None:
+        raise ConfigError("a quota is dram:BYTES:SCOPE or nvme:BYTES:SCOPE")
+    tier, size, scope = found.groups()
+    return ScopeQuota(ScopeId(scope), Tier[tier.upper()], int(size))

@@ -1,0 +1,154 @@
+"""What is built of the configuration: the tiers of a store, and the planner's ceilings for them.
+
+What must not live here: the service, what moves.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from kvtier.core.planner import Block, PlannerConfig, TierConfig
+from kvtier.errors import ConfigError
+from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch
+from kvtier.store.naming import frame_name
+from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape
+from kvtier.tiers.redis.config import (
+    HostPort,
+    Login,
+    RedisConfig,
+    RedisTls,
+    SentinelGroup,
+    Server,
+    parse_url,
+)
+from kvtier.tiers.redis.tier import RedisTier
+from kvtier.types import Tier
+from kvtier_services.store.arena import GovernedArena, RawPins
+from kvtier_services.store.config import (
+    ArenaSection,
+    NvmeSection,
+    RedisSection,
+    StoreConfig,
+    parse_quota,
+)
+
+DRAM_SHARE = 0.97
+"""Of the arena's bytes, for the planner: the rest is what slots round up, and slabs that are
+neither full nor free."""
+DRAM_HIGH, DRAM_LOW = 0.95, 0.90
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltTiers:
+    """The tiers of one store, DRAM first, and what they found in themselves."""
+
+    arena: GovernedArena
+    tiers: tuple[StoreTier, ...]
+    nvme_bytes: int
+    redis: RedisTier | None
+    found: tuple[Block, ...] = ()
+    """Of the NVMe tier."""
+
+    def restore(self, store: TieredStore, watch: TierWatch) -> None:
+        """Take what was found into the books, and have it announced."""
+        if self.found:
+            watch.found(Tier.NVME, [frame_name(block.key) for block in self.found])
+            store.restore(Tier.NVME, self.found)
+
+
+async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
+    """Attach or start cold. Raises what the tiers raise where one cannot be had at all."""
+    arena = new_arena(config.dram, watch)
+    tiers = [StoreTier(arena, RawPins(arena))]
+    redis = new_redis(config.redis) if config.redis.enabled else None
+    if redis is not None:
+        tiers.append(StoreTier(redis))
+    return BuiltTiers(arena, tuple(tiers), 0, redis)
+
+
+def new_arena(section: ArenaSection, watch: TierWatch) -> GovernedArena:
+    """Shared memory, preallocated: BackendError where there is not that much."""
+    config = ArenaConfig(section.bytes_max, section.slab_bytes, section.blocks_max)
+    return GovernedArena(config, ArenaShape(observer=watch))
+
+
+def new_redis(section: RedisSection) -> RedisTier:
+    """The shared Redis. Connects nothing yet. ConfigError for what cannot be meant."""
+    config = RedisConfig(_server(section), bytes_max=section.bytes_max, ttl_s=section.ttl_s)
+    return RedisTier(config)
+
+
+def _server(section: RedisSection) -> Server:
+    tls = RedisTls(section.ca_file) if section.ca_file is not None else None
+    if section.url is not None:
+        return parse_url(section.url.reveal(), tls)
+    return SentinelGroup(
+        section.service,
+        tuple(_host_port(text) for text in section.sentinels),
+        Login(section.username, section.password),
+        Login("", section.sentinel_password),
+        tls=tls,
+    )
+
+
+def _host_port(text: str) -> HostPort:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError("sentinels: want host:port of each")
+    return HostPort(host, int(port))
+
+
+def store_config(config: StoreConfig, tiers: BuiltTiers) -> TieredStoreConfig:
+    """Ceilings of the planner and of what carries it out."""
+    known = {
+        Tier.DRAM: lambda: _dram(config.dram),
+        Tier.NVME: lambda: _nvme(config.nvme, tiers.nvme_bytes),
+        Tier.REDIS: lambda: _redis(config.redis),
+    }
+    planner = PlannerConfig(
+        tiers=tuple(known[one.blocks.tier]() for one in tiers.tiers),
+        quotas=tuple(parse_quota(text) for text in config.quotas),
+        promote_touches_min=config.promote_touches_min,
+    )
+    return TieredStoreConfig(
+        planner=planner,
+        in_flight_bytes_max=config.in_flight_bytes_max,
+        drain_s=max(0.001, config.drain_ms_max / 1000),
+    )
+
+
+def _dram(section: ArenaSection) -> TierConfig:
+    return TierConfig(
+        Tier.DRAM,
+        int(section.bytes_max * DRAM_SHARE),
+        high_share=DRAM_HIGH,
+        low_share=DRAM_LOW,
+    )
+
+
+def _nvme(section: NvmeSection, bytes_max: int) -> TierConfig:
+    # The tier makes its own room, by whole segments: the planner must not drop block by block.
+    return TierConfig(
+        Tier.NVME,
+        bytes_max,
+        high_share=1.0,
+        low_share=1.0,
+        deadline_s=section.deadline_ms / 1000,
+        write_policy=section.write_policy,
+        touches_min=section.touches_min,
+        write_bytes_per_day=section.write_bytes_per_day or inf,
+        write_burst_bytes=(section.write_bytes_per_day or inf) / _DAY_S * 3600,
+    )
+
+
+def _redis(section: RedisSection) -> TierConfig:
+    # As the tier above: the server evicts by itself.
+    return TierConfig(
+        Tier.REDIS,
+        section.bytes_max,
+        high_share=1.0,
+        low_share=1.0,
+        deadline_s=section.deadline_ms / 1000,
+        write_policy=section.write_policy,
+        touches_min=section.touches_min,
+    )
