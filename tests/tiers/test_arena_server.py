@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -518,6 +519,43 @@ async def test_a_client_of_a_closed_arena_misses_and_can_say_so(tmp_path: Path) 
         await on_thread(lambda: client.lease([name_of(1)], 1000, soon()))
     client.flush_touches()
     client.close()
+
+
+async def test_a_closed_session_says_so(tmp_path: Path) -> None:
+    async with node(tmp_path) as store:
+        client = await on_thread(store.connect)
+        await on_thread(lambda: put(client, put_of(1)))
+        memory = client.allocate(64)
+        client.close()
+        for use in (
+            lambda: client.get_many([GetRequest(name_of(1))]),
+            lambda: client.contains([name_of(1)]),
+            lambda: client.put_many([put_of(1)], soon()),
+            lambda: client.allocate(64),
+            lambda: client.release([], soon()),
+        ):
+            with pytest.raises(UnavailableError):
+                use()
+        client.flush_touches()
+        memory[:] = b"m" * 64  # what was handed out stays mapped
+
+
+async def test_reads_do_not_wait_for_a_put_of_another_thread(tmp_path: Path) -> None:
+    async with node(tmp_path) as store:
+        client = await on_thread(store.connect)
+        await on_thread(lambda: put(client, put_of(1)))
+        # The loop stands still while this test does not await: the put hangs until it times out.
+        hung = threading.Thread(
+            target=client.put_many, args=([put_of(2)], time.monotonic() + 1.0), daemon=True
+        )
+        hung.start()
+        for _ in range(300):
+            assert statuses(client, 1) == [GetStatus.HIT]
+        with pytest.raises((DeadlineError, UnavailableError)):
+            client.release([], time.monotonic() + 0.01)
+        hung.join(30)
+        assert not hung.is_alive()
+        client.close()
 
 
 async def test_a_store_that_does_not_answer_costs_the_deadline_and_the_session(

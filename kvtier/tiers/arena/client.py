@@ -8,7 +8,7 @@ already stands in memory from `allocate` is not copied again.
 
 Blocking, safe from several threads; reads run in parallel, everything that talks waits its turn.
 Nothing here raises for a store that is gone: reads go on as long as the memory says "serving",
-puts are ERROR, and `is_attached` turns false: connect anew.
+puts are ERROR, and `is_attached` turns false: connect anew. After `close`, UnavailableError.
 What must not live here: retries, asyncio, device memory.
 """
 
@@ -19,12 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from kvtier.core.block_copy import copy_checksum
 from kvtier.core.checks import require_integer
 from kvtier.core.frame import FrameExpectation, FrameHeader, FrameName, verify_copied
 from kvtier.errors import (
@@ -74,7 +76,8 @@ from kvtier.tiers.tally import failed_get, payload_view
 _TOUCHES_MAX: Final = 256
 _GROUP_BYTES: Final = 4 << 20
 """Blocks of a put that are handed over together: the next group is copied meanwhile."""
-_GROUP_BLOCKS: Final = 64
+_GROUP_BLOCKS: Final = 16
+_GROUPS_COUNT: Final = 4
 _ALIGNMENT: Final = 64
 _FDS_COUNT: Final = 3
 
@@ -83,12 +86,11 @@ _FDS_COUNT: Final = 3
 class ArenaClientConfig:
     """`staging_bytes` of the segment are for `put_many`; the rest is for `allocate`.
 
-    A staging area of two groups of blocks stays in the processor's last cache, so that the copy
-    into it costs half of one that goes to memory: a larger one is slower.
+    No payload longer than `staging_bytes` can be put from elsewhere.
     """
 
-    segment_bytes: int = 8 << 20
-    staging_bytes: int = 8 << 20
+    segment_bytes: int = 16 << 20
+    staging_bytes: int = 16 << 20
     connect_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -138,9 +140,11 @@ class ArenaClient:
         self._lock = threading.Lock()
         self._tags = itertools.count(1)
         self._touched: list[tuple[int, int]] = []
+        self._corrupt: list[tuple[int, int]] = []
         self._allocated = config.staging_bytes
         self._segment_address = _address(memory.segment.view)
         self._attached = True
+        self._closed = False
 
     @property
     def is_attached(self) -> bool:
@@ -159,6 +163,7 @@ class ArenaClient:
     def get_many(self, requests: Sequence[GetRequest]) -> list[GetResult]:
         """Read resident blocks; see `BlockTier.get_many`. No call, no waiting, O(bytes)."""
         require_batch(requests, 0.0)
+        self._require_open()
         targets = self._targets(requests)
         names = packed_names([request.name for request in requests])
         lengths = np.array([_length(request) for request in requests], np.uint64)
@@ -189,8 +194,12 @@ class ArenaClient:
         """
         require_batch(requests, deadline_s)
         payloads = [payload_view(request.payload) for request in requests]
-        with self._lock:
-            return _Put(self, requests, payloads, deadline_s).run()
+        self._require_open()
+        try:
+            with self._locked(deadline_s):
+                return _Put(self, requests, payloads, deadline_s).run()
+        except DeadlineError:
+            return [PutResult(PutStatus.TIMEOUT)] * len(requests)
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Writable memory in the segment, aligned, for payloads that are put without a copy.
@@ -199,6 +208,7 @@ class ArenaClient:
         segment has no room left.
         """
         require_integer("size_bytes", size_bytes, 1, self._config.segment_bytes)
+        self._require_open()
         with self._lock:
             start = -(-self._allocated // _ALIGNMENT) * _ALIGNMENT
             if start + size_bytes > self._memory.segment.view.nbytes:
@@ -219,13 +229,14 @@ class ArenaClient:
         """The part of the segment that `put_many` uses."""
         return self._config.staging_bytes
 
-    def stage(self, offset: int, payload: memoryview) -> None:
-        """Copy a payload into the staging area, under the lock.
+    def stage(self, offset: int, payload: memoryview) -> int:
+        """Copy a payload into the staging area, under the lock; the checksum of what is there.
 
-        A plain copy, through the caches: the store hashes what it makes of it.
+        Stored past the caches: the store reads it on another core, and where that has a cache of
+        its own, lines that wander between the two make a cached copy three times slower.
         """
         target = self._memory.segment.view[offset : offset + payload.nbytes]
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
+        return copy_checksum(target, payload)
 
     def reserve(self, blocks: Sequence[Wanted], ttl_ms: int, deadline_s: float) -> list[Granted]:
         """Take slots for blocks that will be written into the segment and committed."""
@@ -276,18 +287,23 @@ class ArenaClient:
 
     def flush_touches(self) -> None:
         """Tell the store which blocks were read, so that it keeps them; never waits."""
-        with self._lock:
-            self._flush_touches()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._flush_hints()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """End the session. Views that were handed out keep their memory. Idempotent."""
         with self._lock:
+            self._closed = True
             self._detach()
             self._memory.close()
 
     def _find(self, names: Sequence[FrameName]) -> list[int | None]:
         """Payload lengths of resident blocks."""
         require_batch(names, 0.0)
+        self._require_open()
         try:
             records = self._operations.find(self._memory.directory.view, packed_names(names))
         except (ValueError, TypeError) as error:
@@ -310,17 +326,37 @@ class ArenaClient:
         return targets
 
     def _tell_used(self, touched: list[tuple[int, int]], corrupt: list[tuple[int, int]]) -> None:
-        with self._lock:
-            self._touched.extend(touched)
-            if corrupt:
-                self._hint(messages.pack_pairs(Kind.CORRUPT, corrupt[: messages.ITEMS_COUNT_MAX]))
-            if len(self._touched) >= _TOUCHES_MAX:
-                self._flush_touches()
+        """Note what was read, and tell the store now and then; never waits for another thread."""
+        self._touched.extend(touched)
+        self._corrupt.extend(corrupt)
+        if (corrupt or len(self._touched) >= _TOUCHES_MAX) and self._lock.acquire(blocking=False):
+            try:
+                self._flush_hints()
+            finally:
+                self._lock.release()
 
-    def _flush_touches(self) -> None:
+    def _flush_hints(self) -> None:
+        """Send what was noted, under the lock; the newest, where that is too much for a message."""
         touched, self._touched = self._touched[-messages.ITEMS_COUNT_MAX :], []
+        corrupt, self._corrupt = self._corrupt[-messages.ITEMS_COUNT_MAX :], []
+        if corrupt:
+            self._hint(messages.pack_pairs(Kind.CORRUPT, corrupt))
         if touched:
             self._hint(messages.pack_pairs(Kind.TOUCH, touched))
+
+    @contextmanager
+    def _locked(self, deadline_s: float) -> Iterator[None]:
+        """Have the connection for this thread. DeadlineError where others have it until then."""
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - self._clock())):
+            raise DeadlineError("other threads use the session")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UnavailableError("the session is closed")
 
     def _hint(self, message: bytes) -> None:
         """Send what needs no answer, or leave it where that would wait."""
@@ -339,7 +375,7 @@ class ArenaClient:
 
         DeadlineError or UnavailableError, and then the session is over.
         """
-        with self._lock:
+        with self._locked(deadline_s):
             tag = next(self._tags)
             self.send(message(tag), deadline_s)
             answered, answers, body = self.receive(deadline_s)
@@ -408,6 +444,7 @@ class _Put:
         self._client = client
         self._requests = requests
         self._payloads = payloads
+        self._places = [client.offset_in_segment(payload) for payload in payloads]
         self._deadline_s = deadline_s
         self._results: dict[int, PutResult] = {}
         self._handed: deque[_Group] = deque()
@@ -432,7 +469,7 @@ class _Put:
         group: list[int] = []
         group_bytes = 0
         for i, payload in enumerate(self._payloads):
-            size = self._staged_bytes(payload)
+            size = self._staged_bytes(i)
             if size > self._client.staging_bytes:
                 self._results[i] = PutResult(PutStatus.REFUSED, Refusal.TOO_LONG)
                 continue
@@ -445,31 +482,35 @@ class _Put:
         if group:
             yield group
 
-    def _staged_bytes(self, payload: memoryview) -> int:
-        if self._client.offset_in_segment(payload) is not None:
+    def _staged_bytes(self, i: int) -> int:
+        """What a block takes of the staging area: nothing where it is in the segment already."""
+        if self._places[i] is not None:
             return 0
-        return -(-payload.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-self._payloads[i].nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _hand_over(self, positions: list[int]) -> None:
-        need = sum(self._staged_bytes(self._payloads[i]) for i in positions)
+        need = sum(map(self._staged_bytes, positions))
         group = _Group(self._client.new_tag(), positions, *self._room(need))
         blocks = []
         at = group.start
         for i in positions:
             request, payload = self._requests[i], self._payloads[i]
-            offset = self._client.offset_in_segment(payload)
+            offset, checksum = self._places[i], request.payload_checksum
             if offset is None:
                 offset = at
-                self._client.stage(at, payload)
-                at += self._staged_bytes(payload)
+                staged = self._client.stage(at, payload)
+                checksum = staged if checksum is None else checksum
+                at += self._staged_bytes(i)
             wanted = Wanted(request.name, payload.nbytes, request.owner, request.retention)
-            blocks.append(BlockToCommit(wanted, offset, request.payload_checksum))
+            blocks.append(BlockToCommit(wanted, offset, checksum))
         self._client.send(messages.pack_commit(group.tag, blocks), self._deadline_s)
         self._handed.append(group)
 
     def _room(self, need: int) -> tuple[int, int]:
         """A part of the staging area that the store is done with."""
-        if self._at + need > self._client.staging_bytes:
+        if self._at + need > min(
+            self._client.staging_bytes, _GROUPS_COUNT * max(_GROUP_BYTES, need)
+        ):
             self._at = 0
         start, end = self._at, self._at + need
         while any(group.start < end and start < group.end for group in self._handed):
@@ -530,8 +571,6 @@ def _attach_all(message: bytes, fds: list[int]) -> AttachedMemory:
         for mapped in attached:
             mapped.close()
         raise
-    for mapped in attached:
-        mapped.populate()
     return memory
 
 
@@ -564,5 +603,5 @@ def _length(request: GetRequest) -> int:
 
 
 def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address

@@ -48,9 +48,9 @@ class ReservationState(Enum):
     """Published, aborted or released."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
-    """A block that is going to be written."""
+    """A block that is going to be written. Never changed (not frozen for the reason of `Slot`)."""
 
     name: FrameName
     payload_bytes: int

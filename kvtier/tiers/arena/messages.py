@@ -28,8 +28,10 @@ SCOPE_BYTES_MAX: Final = 1024
 _HEAD: Final = struct.Struct("<BxHI")
 _HELLO: Final = struct.Struct("<IQ")
 _WELCOME: Final = struct.Struct("<IQQ")
-_BLOCK: Final = struct.Struct("<QBdH")
-_COMMIT: Final = struct.Struct("<QQQQB")
+_OWNED: Final = struct.Struct("<QBdH")
+_COUNT: Final = struct.Struct("<H")
+_COMMIT: Final = struct.Struct("<QQQQBH")
+_COMMIT_ITEM: Final = struct.Struct(f"<{NAME_BYTES}sQQQQBH")
 _RESERVE: Final = struct.Struct("<Q")
 _ID: Final = struct.Struct("<Q")
 _PAIR: Final = struct.Struct("<QQ")
@@ -84,9 +86,12 @@ class Welcome:
     segment_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockToCommit:
-    """A block that stands in the client's segment. `reservation_id` 0: none was made."""
+    """A block that stands in the client's segment. `reservation_id` 0: none was made.
+
+    Never changed; not frozen, since freezing triples what one costs.
+    """
 
     wanted: Wanted
     segment_offset: int
@@ -149,40 +154,51 @@ def parse_welcome(body: bytes) -> Welcome:
 
 
 def pack_commit(tag: int, blocks: Sequence[BlockToCommit]) -> bytes:
+    owners: dict[bytes, int] = {}
     parts = []
     for block in blocks:
-        checksum = block.payload_checksum
+        wanted, checksum = block.wanted, block.payload_checksum
+        owner = owners.setdefault(_owned(wanted.owner, wanted.retention), len(owners))
+        parts.append(packed_name(wanted.name))
         parts.append(
-            packed_name(block.wanted.name)
-            + _block(block.wanted.owner, block.wanted.retention)
-            + _COMMIT.pack(
+            _COMMIT.pack(
                 block.segment_offset,
-                block.wanted.payload_bytes,
+                wanted.payload_bytes,
                 block.reservation_id,
                 checksum or 0,
                 checksum is not None,
+                owner,
             )
         )
-    return pack(Kind.COMMIT, len(blocks), tag, b"".join(parts))
+    head = _COUNT.pack(len(owners)) + b"".join(owners)
+    return pack(Kind.COMMIT, len(blocks), tag, head + b"".join(parts))
 
 
 def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:
+    """Owners first, since blocks of one put share theirs, then fixed-size items."""
     reader = _Reader(body)
+    (owners_count,) = reader.take(_COUNT)
+    owners = [reader.owned() for _ in range(owners_count)]
+    items = reader.rest()
+    if len(items) != count * _COMMIT_ITEM.size:
+        raise CallerError(f"{len(items)} bytes for {count} blocks to commit")
     blocks = []
-    for _ in range(count):
-        name, owner, retention = reader.name(), *reader.block()
-        offset, size, reservation, checksum, has_checksum = reader.take(_COMMIT)
-        known = checksum if has_checksum else None
-        wanted = Wanted(name, size, owner, retention)
-        blocks.append(BlockToCommit(wanted, offset, known, reservation))
-    reader.end()
+    for name, offset, size, reservation, checksum, has_checksum, owner in _COMMIT_ITEM.iter_unpack(
+        items
+    ):
+        if owner >= owners_count:
+            raise CallerError("a block's owner is not in its message")
+        wanted = Wanted(parsed_name(name), size, *owners[owner])
+        blocks.append(
+            BlockToCommit(wanted, offset, checksum if has_checksum else None, reservation)
+        )
     return blocks
 
 
 def pack_reserve(tag: int, ttl_ms: int, blocks: Sequence[Wanted]) -> bytes:
     body = _TTL.pack(ttl_ms) + b"".join(
         packed_name(block.name)
-        + _block(block.owner, block.retention)
+        + _owned(block.owner, block.retention)
         + _RESERVE.pack(block.payload_bytes)
         for block in blocks
     )
@@ -194,7 +210,7 @@ def parse_reserve(count: int, body: bytes) -> tuple[int, list[Wanted]]:
     (ttl_ms,) = reader.take(_TTL)
     blocks = []
     for _ in range(count):
-        name, owner, retention = reader.name(), *reader.block()
+        name, owner, retention = reader.name(), *reader.owned()
         (size,) = reader.take(_RESERVE)
         blocks.append(Wanted(name, size, owner, retention))
     reader.end()
@@ -295,8 +311,6 @@ class _Reader:
     def __init__(self, body: bytes) -> None:
         self._body = body
         self._at = 0
-        self._last_block = b""
-        self._last_read: tuple[BlockOwner, Retention] | None = None
 
     def take(self, layout: struct.Struct) -> tuple[int, ...]:
         try:
@@ -306,7 +320,7 @@ class _Reader:
         self._at += layout.size
         return fields
 
-    def bytes(self, count: int) -> bytes:
+    def raw(self, count: int) -> bytes:
         taken = self._body[self._at : self._at + count]
         if len(taken) != count:
             raise CallerError("message cut short")
@@ -314,24 +328,16 @@ class _Reader:
         return taken
 
     def name(self) -> FrameName:
-        return parsed_name(self.bytes(NAME_BYTES))
+        return parsed_name(self.raw(NAME_BYTES))
 
-    def block(self) -> tuple[BlockOwner, Retention]:
-        writer_id, priority, expires_at, scope_bytes = self.take(_BLOCK)
-        if scope_bytes > SCOPE_BYTES_MAX:
-            raise CallerError(f"scope of {scope_bytes} bytes exceeds {SCOPE_BYTES_MAX}")
-        raw_scope = self.bytes(scope_bytes)
-        raw = self._body[self._at - scope_bytes - _BLOCK.size : self._at]
-        if self._last_read is not None and raw == self._last_block:
-            return self._last_read  # blocks of one put have one owner, as a rule
-        try:
-            scope = ScopeId(raw_scope.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise CallerError("scope is not UTF-8") from error
+    def owned(self) -> tuple[BlockOwner, Retention]:
+        writer_id, priority, expires_at, scope_bytes = self.take(_OWNED)
+        owner = BlockOwner(writer_id, _scope(self.raw(scope_bytes)))
         until = None if math.isnan(expires_at) else float(expires_at)
-        self._last_block = raw
-        self._last_read = BlockOwner(writer_id, scope), Retention(priority, until)
-        return self._last_read
+        return owner, Retention(priority, until)
+
+    def rest(self) -> bytes:
+        return self._body[self._at :]
 
     def result(self) -> PutResult:
         status, length = self.take(_RESULT)
@@ -339,19 +345,28 @@ class _Reader:
             raise CallerError(f"status {status} is not known")
         if not length:
             return _PLAIN_RESULTS[status]
-        return PutResult(_STATUSES[status], self.bytes(length).decode("ascii", "replace"))
+        return PutResult(_STATUSES[status], self.raw(length).decode("ascii", "replace"))
 
     def end(self) -> None:
         if self._at != len(self._body):
             raise CallerError(f"{len(self._body) - self._at} bytes follow the message")
 
 
-def _block(owner: BlockOwner, retention: Retention) -> bytes:
+def _owned(owner: BlockOwner, retention: Retention) -> bytes:
     scope = owner.scope.encode("utf-8")
     if len(scope) > SCOPE_BYTES_MAX:
         raise CallerError(f"scope of {len(scope)} bytes exceeds {SCOPE_BYTES_MAX}")
     until = math.nan if retention.expires_at is None else retention.expires_at
-    return _BLOCK.pack(owner.writer_id, retention.priority, until, len(scope)) + scope
+    return _OWNED.pack(owner.writer_id, retention.priority, until, len(scope)) + scope
+
+
+def _scope(raw: bytes) -> ScopeId:
+    if len(raw) > SCOPE_BYTES_MAX:
+        raise CallerError(f"scope of {len(raw)} bytes exceeds {SCOPE_BYTES_MAX}")
+    try:
+        return ScopeId(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise CallerError("scope is not UTF-8") from error
 
 
 def _result(result: PutResult) -> bytes:

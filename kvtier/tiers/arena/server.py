@@ -14,6 +14,7 @@ What must not live here: copying (the tier does it), gRPC.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -200,29 +201,26 @@ class ArenaServer:
         slot is free from then on, since its writer is done.
         """
         payloads = [self._in_segment(session, block) for block in blocks]
-        results: list[PutResult | None] = []
-        slots: list[tuple[int, Reservation]] = []
-        for i, block in enumerate(blocks):
-            taken = self._take_reservation(session, block) if block.reservation_id else None
-            results.append(taken if isinstance(taken, PutResult) else None)
-            if isinstance(taken, Reservation):
-                slots.append((i, taken))
+        if not any(block.reservation_id for block in blocks):
+            return await self._write(blocks, payloads, deadline_s)
+        taken = [
+            self._take_reservation(session, block) if block.reservation_id else None
+            for block in blocks
+        ]
+        slots = [(i, one) for i, one in enumerate(taken) if isinstance(one, Reservation)]
         filled = await self.tier.write_reserved(
             [reservation for _, reservation in slots],
             [payloads[i] for i, _ in slots],
             [blocks[i].payload_checksum for i, _ in slots],
         )
-        for (i, _), result in zip(slots, filled, strict=True):
-            results[i] = result
-        direct = [i for i, result in enumerate(results) if result is None]
-        written = await self.tier.write_many(
-            [blocks[i].wanted for i in direct],
-            [payloads[i] for i in direct],
-            [blocks[i].payload_checksum for i in direct],
-            deadline_s,
+        direct = [i for i, one in enumerate(taken) if one is None]
+        written = await self._write(
+            [blocks[i] for i in direct], [payloads[i] for i in direct], deadline_s
         )
-        done = dict(zip(direct, written, strict=True))
-        return [done[i] if result is None else result for i, result in enumerate(results)]
+        done = {i: one for i, one in enumerate(taken) if isinstance(one, PutResult)}
+        done |= {i: result for (i, _), result in zip(slots, filled, strict=True)}
+        done |= dict(zip(direct, written, strict=True))
+        return [done[i] for i in range(len(blocks))]
 
     def abort(self, session: Session, reservation_ids: Sequence[int]) -> None:
         """The client writes these no more: their slots are free. Unknown ids are ignored."""
@@ -262,6 +260,13 @@ class ArenaServer:
                 if is_over and held.reservation.state is ReservationState.OPEN:
                     self._counts.reservations_expired += 1
                     self.tier.quarantine(held.reservation)
+
+    async def _write(
+        self, blocks: Sequence[BlockToCommit], payloads: Sequence[memoryview], deadline_s: float
+    ) -> list[PutResult]:
+        wanted = [block.wanted for block in blocks]
+        declared = [block.payload_checksum for block in blocks]
+        return await self.tier.write_many(wanted, payloads, declared, deadline_s)
 
     def _reserve(self, session: Session, block: Wanted, expires_s: float) -> Granted:
         if self.tier.held(block.name) is not None:
@@ -458,6 +463,9 @@ class ArenaListener:
 
 
 async def _send(connection: socket.socket, message: bytes) -> None:
+    with contextlib.suppress(BlockingIOError):  # a client that takes its answers makes none wait
+        connection.send(message)
+        return
     async with asyncio.timeout(_ANSWER_S):
         await asyncio.get_running_loop().sock_sendall(connection, message)
 
