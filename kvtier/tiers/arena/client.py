@@ -77,6 +77,9 @@ _TOUCHES_MAX: Final = 256
 _GROUP_BYTES: Final = 4 << 20
 """Blocks of a put that are handed over together: the next group is copied meanwhile."""
 _GROUP_BLOCKS: Final = 16
+_FIRST_SHARE: Final = 0.25
+"""Where blocks are staged, the first group is small, so that the store begins early; each is twice
+the one before."""
 _GROUPS_COUNT: Final = 4
 _ALIGNMENT: Final = 64
 _FDS_COUNT: Final = 3
@@ -468,15 +471,16 @@ class _Put:
         """Positions of blocks that go together, in order."""
         group: list[int] = []
         group_bytes = 0
+        share = _FIRST_SHARE if None in self._places else 1.0
         for i, payload in enumerate(self._payloads):
             size = self._staged_bytes(i)
             if size > self._client.staging_bytes:
                 self._results[i] = PutResult(PutStatus.REFUSED, Refusal.TOO_LONG)
                 continue
-            full = group_bytes + payload.nbytes > _GROUP_BYTES or len(group) == _GROUP_BLOCKS
-            if group and full:
+            full = group_bytes + payload.nbytes > share * _GROUP_BYTES
+            if group and (full or len(group) >= share * _GROUP_BLOCKS):
                 yield group
-                group, group_bytes = [], 0
+                group, group_bytes, share = [], 0, min(1.0, 2 * share)
             group.append(i)
             group_bytes += payload.nbytes
         if group:
