@@ -74,6 +74,8 @@ ROUTERS_COUNT_MAX: Final = 1024
 """Routers with reservations."""
 RESERVATIONS_PER_ROUTER_MAX: Final = 4096
 RESERVATIONS_PER_WORKER_MAX: Final = 4096
+RESERVED_BLOCKS_PER_ROUTER_MAX: Final = 1 << 20
+"""Predicted blocks of all reservations of one router: they take room from what is really held."""
 RESERVATION_TTL_MS_MAX: Final = 60_000
 LEASE_MS_MAX: Final = 600_000
 
@@ -114,7 +116,9 @@ GRPC_CONNECTIONS_MAX: Final = 4096
 GRPC_HANDSHAKE_MS_MAX: Final = 5_000
 GRPC_KEEPALIVE_MS: Final = 2_000
 """A silent connection is pinged this often, in both directions."""
-GRPC_KEEPALIVE_TIMEOUT_MS: Final = 1_000
+GRPC_KEEPALIVE_TIMEOUT_MS: Final = 5_000
+"""A ping waits behind the bytes before it, so this must outlast a full buffer on a slow link and a
+process that stands still for a moment."""
 GRPC_PING_INTERVAL_MS_MIN: Final = 500
 """Pings more frequent than this end a connection; well under GRPC_KEEPALIVE_MS."""
 GRPC_CONNECTION_IDLE_MS_MAX: Final = 300_000

@@ -25,6 +25,8 @@ _SHARED: Final[Options] = (
     ("grpc.absolute_max_metadata_size", limits.GRPC_METADATA_BYTES_MAX),
     ("grpc.keepalive_time_ms", limits.GRPC_KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", limits.GRPC_KEEPALIVE_TIMEOUT_MS),
+    # Without it the timeout above means nothing: a ping is waited for a minute.
+    ("grpc.http2.ping_timeout_ms", limits.GRPC_KEEPALIVE_TIMEOUT_MS),
     # Pings on an idle connection too: a dead peer is noticed before the next call needs it.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
