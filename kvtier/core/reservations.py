@@ -87,18 +87,22 @@ class ReservationConfig:
 
     per_router_max: int = limits.RESERVATIONS_PER_ROUTER_MAX
     per_worker_max: int = limits.RESERVATIONS_PER_WORKER_MAX
+    blocks_per_router_max: int = limits.RESERVED_BLOCKS_PER_ROUTER_MAX
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_router_max <= limits.RESERVATIONS_PER_ROUTER_MAX:
             raise CallerError(f"per_router_max: got {self.per_router_max}")
         if not 1 <= self.per_worker_max <= limits.RESERVATIONS_PER_WORKER_MAX:
             raise CallerError(f"per_worker_max: got {self.per_worker_max}")
+        if not 0 <= self.blocks_per_router_max <= limits.RESERVED_BLOCKS_PER_ROUTER_MAX:
+            raise CallerError(f"blocks_per_router_max: got {self.blocks_per_router_max}")
 
 
 @dataclass(slots=True)
 class _Router:
     epoch: Epoch
     held: dict[str, Reservation] = field(default_factory=dict)
+    blocks_count: int = 0
     dead: OrderedDict[Epoch, None] = field(default_factory=OrderedDict)
 
 
@@ -183,6 +187,8 @@ class Reservations:
             return ReserveVerdict.REPEATED if known == wanted else ReserveVerdict.CONFLICT
         if len(router.held) >= self._config.per_router_max:
             return ReserveVerdict.ROUTER_FULL
+        if router.blocks_count + len(wanted.blocks) > self._config.blocks_per_router_max:
+            return ReserveVerdict.ROUTER_FULL
         totals = self.totals(wanted.worker)
         if totals.reservations_count >= self._config.per_worker_max:
             return ReserveVerdict.WORKER_FULL
@@ -192,6 +198,7 @@ class Reservations:
             totals.blocks_count + len(wanted.blocks),
         )
         router.held[wanted.key] = wanted
+        router.blocks_count += len(wanted.blocks)
         self._routers.move_to_end(wanted.router.router_id)
         ticket = self._next_ticket
         self._next_ticket += 1
@@ -203,6 +210,7 @@ class Reservations:
     def _end(self, held: Reservation) -> Reservation:
         router = self._routers[held.router.router_id]
         del router.held[held.key]
+        router.blocks_count -= len(held.blocks)
         del self._by_ticket[self._tickets.pop((held.router.router_id, held.key))]
         totals = self._totals[held.worker]
         if totals.reservations_count == 1:

@@ -24,6 +24,7 @@ _U64: Final[np.dtype[np.uint64]] = np.dtype("<u8")
 TIERS_COUNT: Final = len(Tier)
 _TIERS: Final = bytes(Tier)
 _KINDS: Final = bytes(EventKind)
+_WITH_BLOCKS: Final = bytes([EventKind.STORE, EventKind.REMOVE])
 _UNPACK_U32: Final = tuple(struct.Struct(f"<{count}I").unpack for count in range(65))
 
 _KIND_FROM: Final = {
@@ -87,7 +88,14 @@ def packed_from(message: pb.Batch) -> PackedBatch:
     # What is left when every known value is deleted is unknown.
     if kinds.translate(None, _KINDS) or tiers.translate(None, _TIERS):
         raise CallerError("kinds or tiers: a value that this version does not know")
+    if kinds.translate(None, _WITH_BLOCKS) and _clears_blocks(batch):
+        raise CallerError("lengths: a clear has no blocks")
     return batch
+
+
+def _clears_blocks(batch: PackedBatch) -> bool:
+    kinds = np.frombuffer(batch.kinds, np.uint8)
+    return bool(np.frombuffer(batch.lengths, _U32)[kinds > EventKind.REMOVE].any())
 
 
 def _sum_u32(column: bytes, count: int) -> int:

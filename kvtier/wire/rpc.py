@@ -6,15 +6,19 @@ access policy is tested against this) and a hot path can give bytes that are alr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import inspect
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from typing import Any, Final, cast
 
 import grpc
 import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
 
+from kvtier.errors import CallerError
 from kvtier.wire._pb import index_pb2, store_pb2
 
 Serializer = Callable[[Any], bytes]
@@ -63,6 +67,66 @@ def methods(service: ServiceDescriptor) -> dict[str, Method]:
     return {descriptor.name: method(descriptor) for descriptor in service.methods}
 
 
+MALFORMED: Final = object()
+"""What a server reads where the bytes are no message; grpc would log each as a crash of ours."""
+_MALFORMED_TEXT: Final = "the bytes are no message of this method"
+
+
+def well_formed(request: Any) -> Any:
+    """A request as it was read from a stream; CallerError where the bytes were no message."""
+    if request is MALFORMED:
+        raise CallerError(_MALFORMED_TEXT)
+    return request
+
+
+def _tolerant(parse: Deserializer) -> Deserializer:
+    def parse_or_mark(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return MALFORMED
+
+    return parse_or_mark
+
+
+class _WellFormed:
+    """A stream of requests that raises CallerError where the bytes were no message."""
+
+    def __init__(self, requests: AsyncIterable[Any]) -> None:
+        self._requests = requests
+        self._iterator: AsyncIterator[Any] | None = None
+
+    def __aiter__(self) -> _WellFormed:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._iterator is None:  # not before: who reads from the context must not touch it
+            self._iterator = aiter(self._requests)
+        return well_formed(await anext(self._iterator))
+
+
+def _checked(behaviour: Callable[..., Any], *, client_streams: bool) -> Callable[..., Any]:
+    """The behaviour of a method, which is given messages only."""
+
+    async def check(request: Any, context: Any) -> Any:
+        if client_streams:
+            return _WellFormed(request)
+        if request is MALFORMED:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _MALFORMED_TEXT)
+        return request
+
+    async def answers(request: Any, context: Any) -> AsyncIterator[Any]:
+        checked = await check(request, context)
+        async with contextlib.aclosing(behaviour(checked, context)) as messages:
+            async for message in messages:
+                yield message
+
+    async def answer(request: Any, context: Any) -> Any:
+        return await behaviour(await check(request, context), context)
+
+    return answers if inspect.isasyncgenfunction(behaviour) else answer
+
+
 def _handler(rpc: Method, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
     makers = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -71,7 +135,11 @@ def _handler(rpc: Method, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandle
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     make = makers[rpc.client_streams, rpc.server_streams]
-    return make(behaviour, request_deserializer=rpc.parse_request, response_serializer=_serialize)
+    return make(
+        _checked(behaviour, client_streams=rpc.client_streams),
+        request_deserializer=_tolerant(rpc.parse_request),
+        response_serializer=_serialize,
+    )
 
 
 def service_handler(
@@ -79,6 +147,9 @@ def service_handler(
 ) -> grpc.GenericRpcHandler:
     """Handler of a whole service; every method must have a behaviour and no other name may.
 
+    Behaviours are coroutine functions or asynchronous generators. Where the bytes of a request are
+    no message, iterating raises CallerError; who reads from the context passes it through
+    `well_formed`.
     Raises ValueError where the names differ.
     """
     table = methods(service)

@@ -32,7 +32,7 @@ from kvtier.core.workers import Load
 from kvtier.errors import CallerError, ForbiddenError, IdentityError, LimitError
 from kvtier.security.guard import caller
 from kvtier.types import Epoch, Seq
-from kvtier.wire import convert, holders
+from kvtier.wire import convert, holders, rpc
 from kvtier.wire import messages as pb
 from kvtier_services.index.metrics import IndexMetrics
 from kvtier_services.index.state import IndexState, Stream, StreamState
@@ -183,7 +183,7 @@ class PublishStream:
 
     def _outcome(self, request: pb.PublishRequest, now: float) -> Outcome[PackedBatch] | None:
         """What a message does; None where it has been answered already."""
-        kind = request.WhichOneof("message")
+        kind = rpc.well_formed(request).WhichOneof("message")
         if kind == "hello":
             return self._hello(request.hello, now)
         if self._stream is None:

@@ -90,13 +90,13 @@ class IndexService:
         router: RouterLife | None = None
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
-                kind = request.WhichOneof("message")
-                if kind == "hello":
-                    router = RouterLife(request.hello.router, Epoch(request.hello.epoch))
-                    continue
+                kind = rpc.well_formed(request).WhichOneof("message")
+                if (kind == "hello") != (router is None):
+                    raise CallerError("a Reserve stream begins with RouterHello and has but one")
                 if router is None:
-                    raise CallerError("a Reserve stream begins with RouterHello")
-                if kind == "reserve":
+                    router = RouterLife(request.hello.router, Epoch(request.hello.epoch))
+                    self._state.router_came(router)
+                elif kind == "reserve":
                     await context.write(self._reserve(router, request.reserve))
                 elif kind == "release_key":
                     self._state.release(router, request.release_key)

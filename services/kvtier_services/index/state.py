@@ -23,6 +23,7 @@ from kvtier.core.event_messages import (
     Hello,
     SnapshotChunk,
     TierDigest,
+    check_epoch,
 )
 from kvtier.core.events import (
     Acceptor,
@@ -138,6 +139,8 @@ class IndexState:
         self._streams: dict[Stream, StreamState] = {}
         self._leases: Leases[Stream] = Leases(config.lease)
         self._reservations = Reservations(config.reservations)
+        self._routers: Counter[RouterLife] = Counter()
+        """Open streams of each life of a router."""
         self._tickets: dict[tuple[RouterLife, str], int] = {}
         self._reserved: dict[HolderId, dict[int, tuple[Reservation, float]]] = {}
         """Per worker: ticket -> (reservation, when it expires)."""
@@ -155,6 +158,7 @@ class IndexState:
         A contradiction with shards of the same holder that are all silent is a restart with
         another description: their holder is forgotten first.
         """
+        check_epoch(message.epoch)  # before anybody joins
         known = self.fleet.find(info.key)
         if known is not None and self._is_dead_epoch((known, info.shard_index), message.epoch):
             return self._fenced((known, info.shard_index), message, now)
@@ -281,9 +285,16 @@ class IndexState:
         self._end_reservations((ended,))
         return True
 
+    def router_came(self, router: RouterLife) -> None:
+        """A router's stream begins; there may be two while it reconnects."""
+        self._routers[router] += 1
+
     def router_gone(self, router: RouterLife) -> None:
-        """A router's stream ended: all its reservations end with it."""
-        self._end_reservations(self._reservations.router_gone(router))
+        """A router's stream ended: all its reservations end with the last one."""
+        self._routers[router] -= 1
+        if not self._routers[router]:
+            del self._routers[router]
+            self._end_reservations(self._reservations.router_gone(router))
 
     def reserved(self, worker: HolderId) -> WorkerTotals:
         return self._reservations.totals(worker)
