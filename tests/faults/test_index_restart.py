@@ -13,7 +13,6 @@ from tests.support.index_cluster import (
     PublisherSpec,
     channel_to,
     converged,
-    counts_of,
     fleet_view,
     match,
     start_index,
@@ -71,14 +70,14 @@ async def test_a_large_holder_that_resyncs_slowly_keeps_nobody_else_waiting(
         small, large = await start_publishers(
             processes,
             PublisherSpec("small", [index.address], seed=1),
-            PublisherSpec("large", [slow.address], seed=2, config={"silence_s": 0.5}),
+            PublisherSpec("large", [slow.address], seed=2, config={"silence_s": 1.5}),
         )
         await small.ask("fill", chains=5, blocks=40)
         await large.ask("fill", chains=3200, blocks=64)
         await converged(index, [small, large])
 
         await asyncio.to_thread(index.process.kill)
-        slow.set(Direction.TO_SERVER, Faults(bytes_per_s=600_000))
+        slow.set(Direction.TO_SERVER, Faults(bytes_per_s=500_000))
         await asyncio.to_thread(index.process.restart)
         corpus = small.spec.corpus
         async with channel_to(index.address) as channel:
@@ -103,9 +102,9 @@ async def test_a_large_holder_that_resyncs_slowly_keeps_nobody_else_waiting(
             assert "snapshot_pending" in (await fleet_view(channel))["large"].reason
             assert slow.counters(Direction.TO_SERVER).bytes_throttled > 0
             await converged(index, [small, large])
-            assert (await counts_of(channel))["aborted"] == 0
+            # It took longer than the publisher bears silence, and was not begun again and again.
             stats = await large.ask("stats")
-            assert stats["snapshots_begun"] == 2, "one for each life of the index, none in vain"
+            assert 2 <= stats["snapshots_begun"] <= 3
     index.clean_log()
 
 

@@ -24,6 +24,7 @@ from kvtier.core.event_columns import EventKind
 from kvtier.types import Tier
 from kvtier.wire import convert, transport
 from kvtier.wire import messages as pb
+from tests.harness.netns import Node
 from tests.harness.ports import free_port
 from tests.harness.processes import (
     REPOSITORY,
@@ -33,6 +34,7 @@ from tests.harness.processes import (
     kvtier_command,
     python_module,
 )
+from tests.harness.proxy import TcpProxy
 from tests.harness.readiness import grpc_ready
 from tests.harness.toml_text import TomlValue
 from tests.harness.waiting import eventually_async
@@ -41,6 +43,8 @@ from tests.support.raw_publisher import tokens_of, unary
 
 CONVERGED_S = 20.0
 LEASE_MS = 600
+NODE_PORT = 7710
+SERVICE = "kvtier.v1.Index"
 _ANSWER_S = 30.0
 
 Copies = dict[Tier, U64]
@@ -75,23 +79,41 @@ class IndexProcess:
 
 
 def index_launch(
-    runner: ProcessRunner, name: str = "index", port: int = 0, **settings: TomlValue
+    runner: ProcessRunner, name: str = "index", **settings: TomlValue
 ) -> tuple[Launch, int]:
-    """How to start an index with a TOML file of its own: short leases, a long grace."""
-    port = port or free_port()
-    listen = {"bind": f"127.0.0.1:{port}"}
-    table: dict[str, TomlValue] = {"lease_ms": LEASE_MS, "drain_ms_max": 500}
-    table |= settings
-    table["listen"] = listen | dict(table.get("listen", {}))  # type: ignore[arg-type]
-    path = runner.config_file(f"{name}.toml", table)
+    """How to start an index on loopback with a TOML file of its own, and its port.
+
+    Short leases, a long grace; it is ready when its health service says so.
+    """
+    port = free_port()
+    defaults: dict[str, TomlValue] = {
+        "lease_ms": LEASE_MS,
+        "drain_ms_max": 500,
+        "listen": {"bind": f"127.0.0.1:{port}"},
+    }
+    path = runner.config_file(f"{name}.toml", defaults | settings)
     argv = kvtier_command("index", "--config", str(path))
-    return Launch(name, argv, ready=grpc_ready(f"127.0.0.1:{port}", "kvtier.v1.Index")), port
+    return Launch(name, argv, ready=grpc_ready(f"127.0.0.1:{port}", SERVICE)), port
+
+
+def index_launch_in(
+    node: Node, runner: ProcessRunner, name: str = "index", **settings: TomlValue
+) -> Launch:
+    """How to start an index on port 7710 of another machine, reachable from all of its network."""
+    listen: TomlValue = {"bind": f"{node.address}:{NODE_PORT}", "insecure": True}
+    launch, _ = index_launch(runner, name, listen=listen, **settings)
+
+    def is_ready() -> bool:
+        with TcpProxy(node.dial(NODE_PORT, node.address)) as window:
+            return grpc_ready(window.address, SERVICE)()
+
+    return replace(launch, ready=is_ready, prefix=node.prefix)
 
 
 async def start_index(
-    runner: ProcessRunner, name: str = "index", port: int = 0, **settings: TomlValue
+    runner: ProcessRunner, name: str = "index", **settings: TomlValue
 ) -> IndexProcess:
-    launch, port = index_launch(runner, name, port, **settings)
+    launch, port = index_launch(runner, name, **settings)
     return IndexProcess(await asyncio.to_thread(runner.start, launch), port)
 
 
