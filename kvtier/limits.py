@@ -44,6 +44,8 @@ NVME_SEGMENTS_COUNT_MAX: Final = 512
 """Segment files of one NVMe tier, each with an open descriptor: larger tiers have larger ones."""
 NVME_UNSAVED_BYTES_MAX: Final = 256 << 20
 """Frames written that the index on disk does not know of yet."""
+SCOPE_KEYS_COUNT_MAX: Final = 4096
+"""Scopes whose blocks are sealed, each with a key of its own."""
 NVME_JOBS_MAX: Final = 1024
 """Jobs that wait for one lane of threads of the NVMe tier."""
 
