@@ -124,8 +124,9 @@ class Broadcast:
 
     def stream_replaced(self, stream: Stream) -> None:
         receivers = [f for f in self.followers if stream[0] in f.holders]
-        for message in self._blocks(stream):
-            self._send(receivers, message)
+        if receivers:  # or a large holder would be read out for nobody
+            for message in self._blocks(stream):
+                self._send(receivers, message)
 
     def reserved(self, ticket: int, reservation: Reservation) -> None:
         self._tell(reservation.worker, lambda: _predicted(ticket, reservation, reservation.ttl_ms))
