@@ -45,7 +45,7 @@ sanitize: setup ## native tests against an ASan and UBSan build
 	bash scripts/sanitize.sh
 
 bench: setup ## every bench of the project
-	set -e; for name in keys index copy store; do $(BIN)/kvtier bench $$name; done
+	set -e; for name in keys index copy store index-service; do $(BIN)/kvtier bench $$name; done
 
 clean: ## remove what was built (keeps .venv)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 
-BENCHES = ("keys", "index", "copy", "store")
-"""Names of the modules of this package that are benches."""
+BENCHES = ("keys", "index", "copy", "store", "index-service")
+"""Names of benches; a `-` in a name is a `_` in the name of its module."""
 
 
 class Bar(Enum):
@@ -79,6 +80,11 @@ def print_table(bench: str, results: Sequence[Result]) -> None:
         sys.stdout.write(line.rstrip() + "\n")
 
 
+def module(bench: str) -> ModuleType:
+    """The module of a bench, imported now."""
+    return importlib.import_module(f"kvtier.bench.{bench.replace('-', '_')}")
+
+
 def command(argv: list[str]) -> int:
     """`kvtier bench NAME [--json] [options]`; exit status 1 when a bar is missed."""
     parser = argparse.ArgumentParser(prog="kvtier bench", description="measure one part of kvtier")
@@ -88,11 +94,9 @@ def command(argv: list[str]) -> int:
         subparser = subparsers.add_parser(bench)
         subparser.add_argument("--json", action="store_true", help="print one JSON object")
         if bench == name:  # only the bench that is asked for is imported
-            importlib.import_module(f"kvtier.bench.{bench}").add_arguments(subparser)
+            module(bench).add_arguments(subparser)
     arguments = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], list[Result]] = importlib.import_module(
-        f"kvtier.bench.{arguments.bench}"
-    ).run
+    run: Callable[[argparse.Namespace], list[Result]] = module(arguments.bench).run
     results = run(arguments)
     if arguments.json:
         document = {
