@@ -1,4 +1,6 @@
-"""The index as a library: ask, watch, reserve, publish. `blocking` is the same without asyncio.
+"""Index and store as a library: ask, watch, reserve, publish; get and put blocks.
+
+`blocking` and `store_blocking` are the same without asyncio.
 
 What must not live here: the embedded index (`kvtier.replica`).
 """
@@ -13,9 +15,17 @@ from kvtier.client.results import (
     Match,
     MatchedWorker,
 )
+from kvtier.client.store import (
+    BlockStoreClient,
+    ReadTerms,
+    SharedMemory,
+    StoreClientConfig,
+    WriteTerms,
+)
 from kvtier.core.workers import OwnReservation, WorkerName
 
 __all__ = [
+    "BlockStoreClient",
     "ClientConfig",
     "FleetChange",
     "FleetChangeKind",
@@ -24,8 +34,12 @@ __all__ = [
     "Match",
     "MatchedWorker",
     "OwnReservation",
+    "ReadTerms",
     "ReserveResult",
     "ReserveSession",
+    "SharedMemory",
+    "StoreClientConfig",
     "TokenPrompt",
     "WorkerName",
+    "WriteTerms",
 ]

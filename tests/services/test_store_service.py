@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from kvtier.core.checksum import checksum
+from kvtier.core.planner import WritePolicy
 from kvtier.errors import UnavailableError
 from kvtier.ports import BlockOwner, GetRequest, PutRequest, PutStatus
 from kvtier.security import without_method, without_policy
@@ -18,6 +19,7 @@ from kvtier.tiers.arena.client import ArenaClient, ArenaClientConfig, connect_ar
 from kvtier.types import Tier
 from kvtier.wire import blocks, rpc
 from kvtier.wire import messages as pb
+from kvtier_services.store.config import NvmeSection, StoreConfig
 from kvtier_services.store.main import POLICY, RunningStore, serve
 from kvtier_services.store.metrics import DEFINITIONS
 from tests.harness.waiting import eventually_async
@@ -352,3 +354,44 @@ async def test_a_second_store_in_the_same_place_is_refused(tmp_path: Path) -> No
         assert await client.put_numbers(1) == ["stored"]
     async with a_store(config) as (_, client):
         assert await client.get([1]) == [None]
+
+
+def with_disk(directory: Path) -> StoreConfig:
+    nvme = NvmeSection(bytes_max=64 * MIB, write_policy=WritePolicy.ON_SEAL)
+    return small_store(directory, nvme=nvme)
+
+
+async def test_what_the_disk_holds_is_served_by_the_next_store(tmp_path: Path) -> None:
+    async with a_store(with_disk(tmp_path)) as (running, client):
+        for start in range(0, 200, 20):
+            await client.put_numbers(*range(start, start + 20))
+            assert await running.store.settled(soon())
+        held = running.store.stats().tiers[Tier.NVME].stats.blocks
+        assert held >= 190
+    async with a_store(with_disk(tmp_path)) as (running, client):
+        assert running.store.stats().tiers[Tier.NVME].usage.blocks_count >= 190
+        found = await client.get(range(100), payload_bytes=BLOCK)
+        assert sum(one is not None for one in found) >= 90
+        for n, one in enumerate(found):
+            assert one in (None, payload_of(n, BLOCK))
+
+
+async def test_acquired_blocks_come_up_from_the_disk_into_shared_memory(tmp_path: Path) -> None:
+    async with a_store(with_disk(tmp_path)) as (running, client), on_socket(running) as local:
+        for start in range(0, 200, 20):
+            await client.put_numbers(*range(start, start + 20))
+            assert await running.store.settled(soon())
+        arena = await attached(running)
+        try:
+            wanted = range(8)
+            assert read_shared(arena, *wanted) == [False] * 8
+            call = local.stream("Acquire", acquiring(*wanted))
+            statuses = bytearray()
+            while len(statuses) < len(wanted):
+                statuses += (await call.read()).statuses
+            assert bytes(statuses) == bytes(8)
+            assert read_shared(arena, *wanted) == [True] * 8
+            call.cancel()
+            await no_pins(running)
+        finally:
+            arena.close()

@@ -154,6 +154,24 @@ class ArenaClient:
         """Whether the store was there when it was last spoken to."""
         return self._attached
 
+    def look(self) -> bool:
+        """Look whether the store is still there, without waiting; returns `is_attached`.
+
+        A store that was killed leaves its memory as it was: only its connection tells.
+        """
+        if self._attached and self._lock.acquire(blocking=False):
+            try:
+                self._connection.settimeout(0)
+                if not self._connection.recv(1, socket.MSG_PEEK):
+                    self._detach()
+            except BlockingIOError:
+                pass  # nothing to read: it is there
+            except OSError:
+                self._detach()
+            finally:
+                self._lock.release()
+        return self._attached
+
     @property
     def memory(self) -> AttachedMemory:
         """What was mapped: for device transfers that register it, and for tests."""

@@ -19,6 +19,7 @@ from kvtier.core.frame import FrameName
 from kvtier.core.health import Breaker, BreakerState, Outcome
 from kvtier.errors import DeadlineError, FrameError, OverloadedError, UnavailableError
 from kvtier.ports import (
+    BlockOwner,
     ByNames,
     ByNamespace,
     ByScope,
@@ -38,7 +39,14 @@ from kvtier.ports import (
 )
 from kvtier.tiers.nvme import reading
 from kvtier.tiers.nvme.archive import Condition, DiskCounters
-from kvtier.tiers.nvme.layout import NvmeConfig, Place, batched, pack_name, unpack_name
+from kvtier.tiers.nvme.layout import (
+    NvmeConfig,
+    Place,
+    batched,
+    pack_name,
+    unpack_name,
+    unpack_place,
+)
 from kvtier.tiers.nvme.opening import Opened, open_directory
 from kvtier.tiers.nvme.reading import ReaderLane, ReadFailure
 from kvtier.tiers.nvme.saving import Saver
@@ -66,6 +74,15 @@ class NvmeHealth:
     """Whether the breaker of reads is open: reads are answered with ERROR at once."""
     writes_open: bool
     disk: DiskCounters
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """One block of the tier: what a store takes into its books when it starts."""
+
+    name: FrameName
+    payload_bytes: int
+    owner: BlockOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +229,15 @@ class NvmeTier:
     def names(self) -> list[FrameName]:
         """See `LocalTier.names`."""
         return [unpack_name(key) for key in self._archive.ledger.snapshot()]
+
+    def inventory(self) -> list[HeldBlock]:
+        """Every block with what its name does not say, oldest first. O(blocks), no I/O."""
+        held = []
+        for key, packed in self._archive.ledger.packed().items():
+            place = unpack_place(packed)
+            owner = BlockOwner(place.writer_id, place.scope)
+            held.append(HeldBlock(unpack_name(key), place.payload_bytes, owner))
+        return held
 
     def coldest(self, count: int) -> list[FrameName]:
         """See `LocalTier.coldest`. Segments go as a whole: what is put next may take some more."""

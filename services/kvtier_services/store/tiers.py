@@ -6,11 +6,12 @@ What must not live here: the service, what moves.
 from dataclasses import dataclass
 from math import inf
 
-from kvtier.core.planner import Block, PlannerConfig, TierConfig
-from kvtier.errors import ConfigError
-from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch
-from kvtier.store.naming import frame_name
+from kvtier.core.planner import PlannerConfig, TierConfig
+from kvtier.errors import BackendError, ConfigError
+from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch, held_block
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape
+from kvtier.tiers.nvme.layout import NvmeConfig
+from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.redis.config import (
     HostPort,
     Login,
@@ -44,32 +45,46 @@ class BuiltTiers:
 
     arena: GovernedArena
     tiers: tuple[StoreTier, ...]
-    nvme_bytes: int
+    nvme: NvmeTier | None
     redis: RedisTier | None
-    found: tuple[Block, ...] = ()
-    """Of the NVMe tier."""
 
     def restore(self, store: TieredStore, watch: TierWatch) -> None:
-        """Take what was found into the books, and have it announced."""
-        if self.found:
-            watch.found(Tier.NVME, [frame_name(block.key) for block in self.found])
-            store.restore(Tier.NVME, self.found)
+        """Take what the disk had into the books, and have it announced."""
+        if self.nvme is not None:
+            found = self.nvme.inventory()
+            watch.found(Tier.NVME, [one.name for one in found])
+            blocks = (held_block(one.name, one.payload_bytes, one.owner) for one in found)
+            store.restore(Tier.NVME, blocks)
 
 
 async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
     """Attach or start cold. Raises what the tiers raise where one cannot be had at all."""
-    arena = new_arena(config.dram, watch)
-    tiers = [StoreTier(arena, RawPins(arena))]
     redis = new_redis(config.redis) if config.redis.enabled else None
+    nvme = await NvmeTier.open(nvme_config(config), watch) if config.nvme.enabled else None
+    try:
+        arena = new_arena(config.dram, watch)
+    except BackendError:
+        if nvme is not None:
+            await nvme.close()
+        raise
+    tiers = [StoreTier(arena, RawPins(arena))]
+    if nvme is not None:
+        tiers.append(StoreTier(nvme, nvme))
     if redis is not None:
         tiers.append(StoreTier(redis))
-    return BuiltTiers(arena, tuple(tiers), 0, redis)
+    return BuiltTiers(arena, tuple(tiers), nvme, redis)
 
 
 def new_arena(section: ArenaSection, watch: TierWatch) -> GovernedArena:
     """Shared memory, preallocated: BackendError where there is not that much."""
     config = ArenaConfig(section.bytes_max, section.slab_bytes, section.blocks_max)
     return GovernedArena(config, ArenaShape(observer=watch))
+
+
+def nvme_config(config: StoreConfig) -> NvmeConfig:
+    """The disk's directory, and how much of it."""
+    section = config.nvme
+    return NvmeConfig(config.data_dir / "nvme", section.bytes_max, section.free_share)
 
 
 def new_redis(section: RedisSection) -> RedisTier:
@@ -102,7 +117,7 @@ def store_config(config: StoreConfig, tiers: BuiltTiers) -> TieredStoreConfig:
     """Ceilings of the planner and of what carries it out."""
     known = {
         Tier.DRAM: lambda: _dram(config.dram),
-        Tier.NVME: lambda: _nvme(config.nvme, tiers.nvme_bytes),
+        Tier.NVME: lambda: _nvme(config.nvme, tiers.nvme.stats().bytes_max if tiers.nvme else 1),
         Tier.REDIS: lambda: _redis(config.redis),
     }
     planner = PlannerConfig(

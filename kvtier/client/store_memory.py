@@ -1,0 +1,108 @@
+"""Payloads of any kind as flat memory: buffers, numpy arrays and CPU tensors, without a copy.
+
+Torch is never imported: a tensor is whatever looks like one. What must not live here: calls.
+"""
+
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import CallerError
+from kvtier.types import BytesLike
+
+
+@runtime_checkable
+class TensorLike(Protocol):
+    """The part of a torch tensor that is needed here."""
+
+    @property
+    def device(self) -> object: ...
+
+    def data_ptr(self) -> int: ...
+
+    def is_contiguous(self) -> bool: ...
+
+    def contiguous(self) -> "TensorLike": ...
+
+    def numel(self) -> int: ...
+
+    def element_size(self) -> int: ...
+
+
+Payload: TypeAlias = BytesLike | TensorLike
+"""What can be put, or be filled."""
+
+
+class _TensorMemory:
+    """Lets numpy see a tensor's memory as bytes, whatever its dtype, and keeps it alive."""
+
+    def __init__(self, tensor: TensorLike, size: int) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def readable(payload: Payload) -> memoryview:
+    """The bytes of a payload; a copy only where its layout is not contiguous.
+
+    CallerError for a tensor of a device and for what has no plain bytes.
+    """
+    if isinstance(payload, TensorLike):
+        _require_cpu(payload)
+        return _tensor_view(payload if payload.is_contiguous() else payload.contiguous())
+    if isinstance(payload, np.ndarray):
+        return _array_view(np.ascontiguousarray(payload))
+    return _flat(memoryview(payload))
+
+
+def writable(target: Payload) -> memoryview:
+    """The memory of a target, to be filled. CallerError unless it is contiguous and writable."""
+    if isinstance(target, TensorLike):
+        _require_cpu(target)
+        if not target.is_contiguous():
+            raise CallerError("a tensor to read into must be contiguous")
+        return _tensor_view(target)
+    if isinstance(target, np.ndarray):
+        if not target.flags.c_contiguous:
+            raise CallerError("an array to read into must be contiguous")
+        view = _array_view(target)
+    else:
+        view = _flat(memoryview(target))
+    if view.readonly:
+        raise CallerError("memory to read into must be writable")
+    return view
+
+
+def _tensor_view(tensor: TensorLike) -> memoryview:
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview(np.asarray(_TensorMemory(tensor, size)))  # type: ignore[arg-type]
+
+
+def _array_view(array: npt.NDArray[np.generic]) -> memoryview:
+    if array.dtype.hasobject:
+        raise CallerError("an array of objects has no bytes")
+    if not array.nbytes:
+        return memoryview(bytearray())
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _require_cpu(tensor: TensorLike) -> None:
+    kind = getattr(tensor.device, "type", None)
+    if kind != "cpu":
+        raise CallerError(f"a tensor must be in CPU memory, this one is on {kind}")
+
+
+def _flat(view: memoryview) -> memoryview:
+    try:
+        if view.c_contiguous and not view.nbytes:
+            return memoryview(bytearray())
+        return view.cast("B")
+    except (TypeError, ValueError) as error:
+        raise CallerError(f"not a contiguous buffer of a plain type: {error}") from error
