@@ -10,7 +10,7 @@ wire format (given as `encode`).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -99,7 +99,9 @@ class _Phase(Enum):
 @dataclass(slots=True)
 class _Snapshot:
     mark: SnapshotMark
-    chunks: deque[EventBatch]
+    chunks: Iterator[EventBatch]
+    upcoming: EventBatch
+    """The next chunk: only who knows the one after it can tell whether it is the last."""
     sent_count: int = 0
 
 
@@ -449,17 +451,20 @@ class Publication:
         self._snapshot_ids += 1
         mark = SnapshotMark(self._epoch, self._snapshot_ids, Seq(self._seq))
         chunks = self._residents.snapshot(self._config.chunk_blocks_max)
+        first = next(chunks, None)
         self._rewind(cursor, self._seq + 1)
-        cursor.snapshot = _Snapshot(mark, deque(chunks or [_columns([])]))
+        cursor.snapshot = _Snapshot(mark, chunks, _columns([]) if first is None else first)
         self.stats.snapshots_begun += 1
 
     def _next_chunk(self, cursor: _Replica, snapshot: _Snapshot) -> SnapshotChunk[EventBatch]:
-        events = snapshot.chunks.popleft()
-        number = snapshot.sent_count
-        snapshot.sent_count += 1
-        if not snapshot.chunks:
+        events, number = snapshot.upcoming, snapshot.sent_count
+        after = next(snapshot.chunks, None)
+        if after is None:
             cursor.snapshot = None
-        return SnapshotChunk(snapshot.mark, number, not snapshot.chunks, events)
+        else:
+            snapshot.upcoming = after
+            snapshot.sent_count += 1
+        return SnapshotChunk(snapshot.mark, number, after is None, events)
 
 
 _NOTHING: U64Array = np.empty(0, np.uint64)

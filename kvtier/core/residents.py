@@ -10,7 +10,7 @@ per block only for blocks with more than one copy. About 100 bytes a block.
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice, repeat
 
 import numpy as np
 
@@ -83,18 +83,31 @@ class _TierBlocks:
             else:
                 self.extra[name] = extra - taken
 
-    def columns(self) -> Iterator[tuple[U64Array, U64Array]]:
-        """Parents and hashes, first copies and then the other ones."""
-        count = len(self.parents)
+    def pieces(self, blocks_max: int) -> Iterator[tuple[U64Array, U64Array]]:
+        """Parents and hashes, first copies and then the other ones, a piece at a time.
+
+        Copies the dicts when it is called (some 20 ns a block), and makes arrays of them only as
+        they are asked for: who waits for the caller waits for the copy alone.
+        """
+        return _pieces(self.parents.copy(), self.extra.copy(), blocks_max)
+
+
+def _pieces(
+    parents: dict[int, int], extra: dict[int, int], blocks_max: int
+) -> Iterator[tuple[U64Array, U64Array]]:
+    names, above = iter(parents.keys()), iter(parents.values())
+    for start in range(0, len(parents), blocks_max):
+        count = min(blocks_max, len(parents) - start)
         yield (
-            np.fromiter(self.parents.values(), np.uint64, count),
-            np.fromiter(self.parents.keys(), np.uint64, count),
+            np.fromiter(islice(above, count), np.uint64, count),
+            np.fromiter(islice(names, count), np.uint64, count),
         )
-        if self.extra:
-            times = np.fromiter(self.extra.values(), np.int64, len(self.extra))
-            names = np.fromiter(self.extra.keys(), np.uint64, len(self.extra))
-            above = np.fromiter((self.parents[n] for n in self.extra), np.uint64, len(self.extra))
-            yield np.repeat(above, times), np.repeat(names, times)
+    copies = chain.from_iterable(repeat(name, count) for name, count in extra.items())
+    while more := list(islice(copies, blocks_max)):
+        yield (
+            np.array([parents[name] for name in more], np.uint64),
+            np.array(more, np.uint64),
+        )
 
 
 class Residents:
@@ -134,18 +147,18 @@ class Residents:
         """Per tier: copies, and xor over the distinct hashes. O(1)."""
         return tuple(TierDigest(blocks.copies_count, blocks.hash_xor) for blocks in self._tiers)
 
-    def snapshot(self, chunk_blocks_max: int) -> list[EventBatch]:
+    def snapshot(self, chunk_blocks_max: int) -> Iterator[EventBatch]:
         """All blocks as store events, at most `chunk_blocks_max` a chunk; none when empty.
 
-        Copies everything at once (16 bytes a block), so that later changes do not show.
+        What is held is copied before this returns, so that later changes do not show; the chunks
+        are made one by one.
         """
-        chunks: list[EventBatch] = []
-        for tier in Tier:
-            for parents, hashes in self._tiers[tier].columns():
-                for start in range(0, len(hashes), chunk_blocks_max):
-                    end = start + chunk_blocks_max
-                    chunks.append(_stores(tier, parents[start:end], hashes[start:end]))
-        return chunks
+        pieces = [(tier, self._tiers[tier].pieces(chunk_blocks_max)) for tier in Tier]
+        return (
+            _stores(tier, parents, hashes)
+            for tier, of_tier in pieces
+            for parents, hashes in of_tier
+        )
 
 
 def _stores(tier: Tier, parents: U64Array, hashes: U64Array) -> EventBatch:
