@@ -29,7 +29,6 @@ SHARED_SCOPES_COUNT_MAX: Final = 1 << 16
 
 # Block frames
 PAYLOAD_BYTES_MAX: Final = 1 << 30
-FRAME_HEADER_BYTES_MAX: Final = 512
 
 # Block copies and slots
 BATCH_COPIES_MAX: Final = 1 << 16
@@ -76,6 +75,8 @@ ROUTERS_COUNT_MAX: Final = 1024
 """Routers with reservations."""
 RESERVATIONS_PER_ROUTER_MAX: Final = 4096
 RESERVATIONS_PER_WORKER_MAX: Final = 4096
+RESERVED_BLOCKS_MAX: Final = 1 << 22
+"""Predicted blocks of all reservations together."""
 RESERVED_BLOCKS_PER_ROUTER_MAX: Final = 1 << 20
 """Predicted blocks of all reservations of one router: they take room from what is really held."""
 RESERVATION_TTL_MS_MAX: Final = 60_000

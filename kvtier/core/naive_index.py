@@ -222,7 +222,7 @@ class NaivePrefixIndex:
             xor ^= block
         return Digest(held.total(), xor)
 
-    def predict(self, worker: HolderId, hashes: Packed, ticket: int, expires_at: float) -> None:
+    def predict(self, worker: HolderId, hashes: Packed, ticket: int, expires_at: float) -> bool:
         _integers("ticket", [ticket], 64)
         blocks = _integers("hashes", hashes, 64)
         _require_range("blocks", len(blocks), limits.MATCH_BLOCKS_MAX)
@@ -239,6 +239,7 @@ class NaivePrefixIndex:
         self.release(ticket)
         self._tickets[ticket] = _Ticket(worker, blocks, expires_at)
         state.predicted.update(blocks)
+        return True
 
     def release(self, ticket: int) -> bool:
         _integers("ticket", [ticket], 64)

@@ -245,11 +245,12 @@ class PrefixIndex(Protocol):
         """Count and xor of what is held, predicted blocks excluded. O(1)."""
         ...
 
-    def predict(self, worker: HolderId, hashes: Packed, ticket: int, expires_at: float) -> None:
+    def predict(self, worker: HolderId, hashes: Packed, ticket: int, expires_at: float) -> bool:
         """Expects blocks on a worker's GPU until the ticket (u64) is released or expires.
 
         Replaces what the ticket predicted before, if anything. A layer of its own: never in a
-        snapshot, digest or a holder's count, and a real holding wins over it.
+        snapshot, digest or a holder's count, and a real holding wins over it. False, and nothing is
+        predicted, where predictions have a quarter of the byte budget already: they are hints.
         """
         ...
 
@@ -366,9 +367,9 @@ class NativePrefixIndex:
         with _caller_errors():
             return Digest(*self._native.digest(holder, tier, shard))
 
-    def predict(self, worker: HolderId, hashes: Packed, ticket: int, expires_at: float) -> None:
+    def predict(self, worker: HolderId, hashes: Packed, ticket: int, expires_at: float) -> bool:
         with _caller_errors():
-            self._native.predict(worker, hashes, ticket, expires_at)
+            return self._native.predict(worker, hashes, ticket, expires_at)
 
     def release(self, ticket: int) -> bool:
         with _caller_errors():

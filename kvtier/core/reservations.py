@@ -2,8 +2,8 @@
 
 In-flight prefill tokens and predicted blocks, seen by all routers, so that many routers do not
 herd onto one worker and a burst of siblings lands together. They are hints with a short life: each
-has a TTL, dies with its router's stream or epoch, and counts against a cap per router and per
-worker. What must not live here: real holdings, the predicted layer itself (`prefix_index` keeps
+has a TTL, dies with its router's stream or epoch, and counts against caps per router, per worker
+and in all. What must not live here: real holdings, the predicted layer itself (`prefix_index` keeps
 the blocks, with the same expiry), choice of a worker (`scoring`).
 
 If the process stands still, everything expires at once: for a hint of seconds that is right.
@@ -61,6 +61,7 @@ class ReserveVerdict(StrEnum):
     ROUTER_FULL = "router_full"
     WORKER_FULL = "worker_full"
     ROUTERS_FULL = "routers_full"
+    """As many routers, or blocks of all routers, as there may be."""
     FENCED = "fenced"
     """This router has been seen with a later epoch."""
 
@@ -88,6 +89,7 @@ class ReservationConfig:
     per_router_max: int = limits.RESERVATIONS_PER_ROUTER_MAX
     per_worker_max: int = limits.RESERVATIONS_PER_WORKER_MAX
     blocks_per_router_max: int = limits.RESERVED_BLOCKS_PER_ROUTER_MAX
+    blocks_max: int = limits.RESERVED_BLOCKS_MAX
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_router_max <= limits.RESERVATIONS_PER_ROUTER_MAX:
@@ -96,6 +98,8 @@ class ReservationConfig:
             raise CallerError(f"per_worker_max: got {self.per_worker_max}")
         if not 0 <= self.blocks_per_router_max <= limits.RESERVED_BLOCKS_PER_ROUTER_MAX:
             raise CallerError(f"blocks_per_router_max: got {self.blocks_per_router_max}")
+        if not 0 <= self.blocks_max <= limits.RESERVED_BLOCKS_MAX:
+            raise CallerError(f"blocks_max: got {self.blocks_max}")
 
 
 @dataclass(slots=True)
@@ -120,6 +124,7 @@ class Reservations:
         self._by_ticket: dict[int, Reservation] = {}
         self._tickets: dict[tuple[str, str], int] = {}
         self._next_ticket = 0
+        self._blocks_count = 0
 
     def __len__(self) -> int:
         return len(self._by_ticket)
@@ -189,6 +194,8 @@ class Reservations:
             return ReserveVerdict.ROUTER_FULL
         if router.blocks_count + len(wanted.blocks) > self._config.blocks_per_router_max:
             return ReserveVerdict.ROUTER_FULL
+        if self._blocks_count + len(wanted.blocks) > self._config.blocks_max:
+            return ReserveVerdict.ROUTERS_FULL
         totals = self.totals(wanted.worker)
         if totals.reservations_count >= self._config.per_worker_max:
             return ReserveVerdict.WORKER_FULL
@@ -199,6 +206,7 @@ class Reservations:
         )
         router.held[wanted.key] = wanted
         router.blocks_count += len(wanted.blocks)
+        self._blocks_count += len(wanted.blocks)
         self._routers.move_to_end(wanted.router.router_id)
         ticket = self._next_ticket
         self._next_ticket += 1
@@ -211,6 +219,7 @@ class Reservations:
         router = self._routers[held.router.router_id]
         del router.held[held.key]
         router.blocks_count -= len(held.blocks)
+        self._blocks_count -= len(held.blocks)
         del self._by_ticket[self._tickets.pop((held.router.router_id, held.key))]
         totals = self._totals[held.worker]
         if totals.reservations_count == 1:

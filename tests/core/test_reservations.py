@@ -131,6 +131,15 @@ def test_routers_are_bounded_and_an_idle_one_makes_room() -> None:
     assert book.reserve(extra, 0.0).verdict is ReserveVerdict.GRANTED
 
 
+def test_all_routers_together_predict_no_more_blocks_than_the_cap() -> None:
+    book = Reservations(ReservationConfig(blocks_max=5))
+    routers = [RouterLife(f"r{n}", Epoch(1)) for n in range(3)]
+    verdicts = [book.reserve(wanted("a", router=one), 0.0).verdict for one in routers]
+    assert verdicts == [ReserveVerdict.GRANTED, ReserveVerdict.GRANTED, ReserveVerdict.ROUTERS_FULL]
+    book.release(routers[0], "a")
+    assert book.reserve(wanted("a", router=routers[2]), 0.0).verdict is ReserveVerdict.GRANTED
+
+
 def test_bad_reservations_are_refused() -> None:
     with pytest.raises(LimitError, match="ttl_ms"):
         wanted("a", ttl_ms=limits.RESERVATION_TTL_MS_MAX + 1)

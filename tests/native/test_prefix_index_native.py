@@ -186,6 +186,21 @@ def test_a_budget_holds_for_chains_of_any_length_and_predictions(
     assert small.stats().blocks == 0
 
 
+def test_predictions_take_a_quarter_of_the_budget_and_drive_out_nothing_that_is_held(
+    small: NativePrefixIndex,
+) -> None:
+    held = random_blocks(12, 640)
+    small.store(HolderId(1), Tier.GPU, 0, held)
+    expected = random_blocks(13, BUDGET // 64)
+    made = [small.predict(HolderId(0), expected, ticket, 1.0) for ticket in range(5)]
+    assert made == [True, False, False, False, False]
+    assert small.match(held).tokens.tolist() == [16 * 640]
+    assert small.match(expected).blocks_found == len(expected)
+    assert not small.release(4)
+    assert small.release(0)
+    assert small.predict(HolderId(0), expected, 4, 1.0)
+
+
 def test_a_snapshot_larger_than_the_budget_loads_in_part_and_says_so(
     small: NativePrefixIndex,
 ) -> None:

@@ -13,6 +13,7 @@ enum EventKind : std::uint8_t { STORE = 0, REMOVE = 1, CLEAR_TIER = 2, CLEAR_ALL
 constexpr std::size_t LOAD_PIECE_BLOCKS = 8192;    // stored under one lock
 constexpr std::size_t EXPIRE_BLOCKS_MAX = 1 << 16;  // dropped by one call of expire
 constexpr std::size_t TICKET_BYTES = 160;           // map node, set node and bucket of one ticket
+constexpr std::size_t TICKETS_SHARE = 4;             // all tickets together: at most this part of the budget
 constexpr std::size_t IDLE_MATCHERS_MAX = 16;
 constexpr std::size_t EVENTS_AHEAD = 6;
 constexpr std::size_t BRIEF_BLOCKS_MAX = 512;
@@ -355,7 +356,7 @@ Digest PrefixIndex::digest(std::int64_t holder, std::int64_t tier, std::int64_t 
   return {holders_.lane_at(lane).copies, holders_.lane_at(lane).digest};
 }
 
-void PrefixIndex::predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at) {
+bool PrefixIndex::predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at) {
   if (!std::isfinite(expires_at)) refuse("expires_at must be finite");
   check_blocks(hashes.count, limits_.match_blocks_max);
   const std::lock_guard lock(gate_);
@@ -367,14 +368,18 @@ void PrefixIndex::predict(std::int64_t worker, Hashes hashes, std::uint64_t tick
     refuse("worker " + std::to_string(worker) + " has " + std::to_string(holders_[number].tickets) +
            " tickets already");
   if (known != tickets_.end()) drop(known);
+  // Tickets cannot be evicted: without a ceiling of their own they would drive out everything that is really held.
+  const std::size_t ticket_bytes = TICKET_BYTES + hashes.count * sizeof(std::uint64_t);
+  if (ticket_bytes_ + ticket_bytes > static_cast<std::size_t>(limits_.bytes_max) / TICKETS_SHARE) return false;
   Ticket made{number, expires_at, {hashes.data, hashes.data + hashes.count}};
-  ticket_bytes_ += TICKET_BYTES + made.hashes.capacity() * sizeof(std::uint64_t);
+  ticket_bytes_ += ticket_bytes;
   Counts counts;
   holdings_.store(holders_.lane(number, PREDICTED, 0), nullptr, {made.hashes.data(), made.hashes.size()}, counts);
   tickets_.emplace(ticket, std::move(made));
   by_expiry_.emplace(expires_at, ticket);
   ++holders_[number].tickets;
   settle(counts);
+  return true;
 }
 
 // Forgets a ticket and its blocks; returns how many blocks it named.
@@ -384,7 +389,7 @@ std::uint64_t PrefixIndex::drop(Tickets::iterator ticket) {
   Counts counts;
   holdings_.remove(holders_.lane(gone.worker, PREDICTED, 0), {gone.hashes.data(), blocks}, counts);
   --holders_[gone.worker].tickets;
-  ticket_bytes_ -= TICKET_BYTES + gone.hashes.capacity() * sizeof(std::uint64_t);
+  ticket_bytes_ -= TICKET_BYTES + blocks * sizeof(std::uint64_t);
   by_expiry_.erase({gone.expires_at, ticket->first});
   tickets_.erase(ticket);
   return blocks;

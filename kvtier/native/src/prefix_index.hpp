@@ -132,7 +132,8 @@ class PrefixIndex {
               const std::vector<std::uint32_t>& run_lengths);
   Digest digest(std::int64_t holder, std::int64_t tier, std::int64_t shard) const;
 
-  void predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at);
+  // False, and nothing is predicted, where the tickets have their share of the budget already.
+  bool predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at);
   bool release(std::uint64_t ticket);
   std::uint64_t expire(double now);
 

@@ -248,7 +248,7 @@ void bind_prefix_index(nb::module_& m) {
           [](PrefixIndex& self, std::int64_t worker, nb::handle hashes, std::uint64_t ticket, double expires_at) {
             const HashArray array(hashes, "hashes");
             const nb::gil_scoped_release release;
-            self.predict(worker, hashes_of(array), ticket, expires_at);
+            return self.predict(worker, hashes_of(array), ticket, expires_at);
           },
           nb::arg("worker"), nb::arg("hashes"), nb::arg("ticket"), nb::arg("expires_at"))
       .def("release", &PrefixIndex::release, nb::arg("ticket"), Release())

@@ -35,9 +35,9 @@ class IndexConfig(Root):
             raise ConfigError(f"lease_ms must be in 100..{LEASE_MS_MAX}, got {self.lease_ms}")
         if not 0 <= self.grace_ms <= LEASE_MS_MAX:
             raise ConfigError(f"grace_ms must be in 0..{LEASE_MS_MAX}, got {self.grace_ms}")
-        if not 1 << 20 <= self.index_bytes_max <= INDEX_BYTES_MAX:
+        if not 4 << 20 <= self.index_bytes_max <= INDEX_BYTES_MAX:
             raise ConfigError(
-                f"index_bytes_max must be in {1 << 20}..{INDEX_BYTES_MAX}, got "
+                f"index_bytes_max must be in {4 << 20}..{INDEX_BYTES_MAX}, got "
                 f"{self.index_bytes_max}"
             )
         if self.holder_blocks_max < 1 or self.drain_ms_max < 0:
