@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _native, limits
+from kvtier.core.checks import require_integer
 from kvtier.core.checksum import pure_checksum
 from kvtier.errors import CallerError, LimitError
 from kvtier.types import BytesLike, Integers
@@ -43,6 +44,7 @@ def copy_checksum_many(
     all arguments are good. Result: u64[n], read-only. `threads` share the blocks.
     """
     _refuse_large_batch("source_offsets", source_offsets)
+    require_integer("threads", threads, 1, limits.COPY_THREADS_MAX)
     try:
         checksums = _native.copy_checksum_many(
             destination, destination_offsets, source, source_offsets, length, threads
@@ -60,6 +62,7 @@ def copy_checksum_pairs(
     For blocks that lie in buffers of their own, of any sizes. Otherwise as `copy_checksum_many`.
     """
     _refuse_large_batch("sources", sources)
+    require_integer("threads", threads, 1, limits.COPY_THREADS_MAX)
     try:
         checksums = _native.copy_checksum_pairs(destinations, sources, threads)
     except (ValueError, TypeError) as error:

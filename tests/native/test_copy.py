@@ -159,6 +159,28 @@ def test_bad_destinations_are_refused_before_anything_is_written() -> None:
     assert copy(shared[50:], shared[:50]) == xxhash.xxh3_64_intdigest(before[:50].tobytes())
 
 
+@pytest.mark.parametrize("dtype", ["O", [("number", "i8"), ("Object", "O")]])
+def test_python_objects_are_neither_written_over_nor_copied(dtype: npt.DTypeLike) -> None:
+    objects: npt.NDArray[np.void] = np.zeros(2, dtype)
+    size = objects.nbytes
+    for call in (
+        lambda: block_copy.copy_checksum(objects, bytes(size)),
+        lambda: block_copy.copy_checksum(bytearray(size), objects),
+        lambda: block_copy.copy_checksum_pairs([objects], [bytes(size)]),
+        lambda: block_copy.copy_checksum_many(objects, [0], bytes(size), [0], size),
+        lambda: block_copy.gather_blocks(objects, bytes(size), [0], size),
+        lambda: block_copy.scatter_blocks(objects, [0], bytes(size), size),
+    ):
+        with pytest.raises(CallerError, match="objects"):
+            call()
+
+
+def test_a_field_may_be_named_as_one_likes() -> None:
+    target = np.zeros(1, [("O", "i8")])
+    block_copy.copy_checksum(target, bytes([5]) + bytes(7))
+    assert target["O"][0] == 5
+
+
 def test_overlaps_within_a_batch_are_refused() -> None:
     area = zeros(1000)
     many = _native.copy_checksum_many

@@ -32,23 +32,38 @@ nb::bytes new_bytes(std::size_t size) {
 
 std::uint8_t* contents(nb::bytes& bytes) { return reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())); }
 
-BufferView::BufferView(nb::handle object, const char* argument, Access access, Format format) {
+namespace {
+
+// Whether a struct-style format has object pointers among its items; names of fields stand between colons.
+bool holds_objects(const char* format) {
+  bool inside_name = false;
+  for (; format != nullptr && *format != '\0'; ++format) {
+    if (*format == ':') inside_name = !inside_name;
+    if (*format == 'O' && !inside_name) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+BufferView::BufferView(nb::handle object, const char* argument, Access access) {
   if (!PyObject_CheckBuffer(object.ptr())) {
     refuse_type(argument, std::string("a buffer is needed, not ") + Py_TYPE(object.ptr())->tp_name);
   }
   view_.reset(new Py_buffer{});
-  const int flags = PyBUF_STRIDES | (format == Format::wanted ? PyBUF_FORMAT : 0) |
-                    (access == Access::write ? PyBUF_WRITABLE : 0);
+  const int flags = PyBUF_STRIDES | PyBUF_FORMAT | (access == Access::write ? PyBUF_WRITABLE : 0);
   if (PyObject_GetBuffer(object.ptr(), view_.get(), flags) != 0) {
     view_->obj = nullptr;
     const bool refused = PyErr_ExceptionMatches(PyExc_BufferError) || PyErr_ExceptionMatches(PyExc_ValueError) ||
                          PyErr_ExceptionMatches(PyExc_TypeError);
     if (!refused) nb::raise_python_error();
     PyErr_Clear();
-    refuse_value(argument, access == Access::write ? "the buffer must be writable and C-contiguous"
-                                                   : "the buffer must be C-contiguous");
+    refuse_value(argument, access == Access::write ? "the buffer must be writable, C-contiguous and of plain items"
+                                                   : "the buffer must be C-contiguous and of plain items");
   }
   if (!PyBuffer_IsContiguous(view_.get(), 'C')) refuse_value(argument, "the buffer must be C-contiguous");
+  // Their references are counted: bytes written over them, or copied elsewhere, would crash the interpreter later.
+  if (holds_objects(view_->format)) refuse_type(argument, "a buffer of Python objects is not taken");
 }
 
 IntegerArray::IntegerArray(nb::handle object, const char* argument, std::uint64_t value_max) {
@@ -122,7 +137,7 @@ std::uint64_t checked_item(PyObject* item, const char* argument, std::uint64_t v
 }  // namespace
 
 void IntegerArray::from_buffer(nb::handle object, const char* argument, std::uint64_t value_max) {
-  view_.emplace(object, argument, Access::read, Format::wanted);
+  view_.emplace(object, argument);
   const Py_buffer& view = view_->raw();
   if (view.ndim != 1) refuse_value(argument, "one dimension is needed, not " + std::to_string(view.ndim));
   const Sign sign = integer_format(view, argument);

@@ -29,14 +29,12 @@ nanobind::bytes new_bytes(std::size_t size);
 std::uint8_t* contents(nanobind::bytes& bytes);
 
 enum class Access { read, write };
-enum class Format { ignored, wanted };
 
-// Holds one exported buffer for the time of a call. Only C-contiguous ones are taken; the export keeps the memory alive
-// while the GIL is released.
+// Holds one exported buffer for the time of a call. Only C-contiguous ones without Python objects in them are taken; the
+// export keeps the memory alive while the GIL is released.
 class BufferView {
  public:
-  BufferView(nanobind::handle object, const char* argument, Access access = Access::read,
-             Format format = Format::ignored);
+  BufferView(nanobind::handle object, const char* argument, Access access = Access::read);
 
   const std::uint8_t* data() const { return static_cast<const std::uint8_t*>(view_->buf); }
   std::uint8_t* writable() { return static_cast<std::uint8_t*>(view_->buf); }

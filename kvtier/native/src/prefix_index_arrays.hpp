@@ -35,7 +35,7 @@ class Array {
   static std::string type_name() { return "uint" + std::to_string(sizeof(Item) * 8); }
 
   void from_buffer(nanobind::handle object, const char* argument) {
-    view_.emplace(object, argument, Access::read, Format::wanted);
+    view_.emplace(object, argument);
     if (!fits(object)) refuse_type(argument, "items must be of type " + type_name());
     if (view_->raw().ndim != 1) refuse_value(argument, "one dimension is needed");
     if (view_->size() % sizeof(Item) != 0) refuse_value(argument, "whole items of " + type_name() + " are needed");
