@@ -6,7 +6,8 @@ reading CBOR, floats, maps, tags: no engine hashes them.
 
 from typing import TypeAlias
 
-from kvtier.errors import CallerError
+from kvtier.errors import CallerError, LimitError
+from kvtier.limits import ENCODING_DEPTH_MAX
 
 Cbor: TypeAlias = "int | bytes | str | tuple[Cbor, ...] | None"
 
@@ -19,14 +20,16 @@ def canonical_cbor(value: Cbor) -> bytes:
     """Return the one canonical encoding of `value`.
 
     Raises CallerError for a type without one (a boolean included), for an integer outside -2^64 to
-    2^64 - 1 and for a text with a lone surrogate. O(bytes).
+    2^64 - 1 and for a text with a lone surrogate, LimitError past ENCODING_DEPTH_MAX. O(bytes).
     """
     parts: list[bytes] = []
-    _write(value, parts)
+    _write(value, parts, depth=0)
     return b"".join(parts)
 
 
-def _write(value: Cbor, parts: list[bytes]) -> None:
+def _write(value: Cbor, parts: list[bytes], depth: int) -> None:
+    if depth > ENCODING_DEPTH_MAX:
+        raise LimitError(f"values are nested deeper than {ENCODING_DEPTH_MAX}")
     if value is None:
         parts.append(_NULL)
     elif type(value) is int:
@@ -39,7 +42,7 @@ def _write(value: Cbor, parts: list[bytes]) -> None:
     elif isinstance(value, tuple):
         parts.append(_head(_ARRAY, len(value)))
         for item in value:
-            _write(item, parts)
+            _write(item, parts, depth + 1)
     else:
         raise CallerError(f"a {type(value).__name__} has no canonical CBOR here")
 

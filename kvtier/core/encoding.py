@@ -65,7 +65,12 @@ def encode(domain: str, fields: Mapping[int, Value]) -> bytes:
     Raises CallerError for a type or value that has no encoding, LimitError past ENCODING_BYTES_MAX
     or ENCODING_DEPTH_MAX. O(bytes).
     """
-    return _domain_prefix(domain) + _record(fields, depth=0)
+    if not isinstance(fields, Mapping):
+        raise CallerError(f"fields are a {type(fields).__name__}, not a mapping")
+    message = _domain_prefix(domain) + _record(fields, depth=0)
+    if len(message) > ENCODING_BYTES_MAX:
+        raise LimitError(f"message of {len(message)} bytes exceeds {ENCODING_BYTES_MAX}")
+    return message
 
 
 def digest(domain: str, fields: Mapping[int, Value]) -> bytes:
@@ -79,6 +84,8 @@ def decode(domain: str, message: bytes) -> dict[int, Value]:
     Raises CallerError for anything that `encode` does not produce: another domain, a truncation,
     trailing bytes, tags out of order, lengths or contents that are not the canonical ones.
     """
+    if type(message) is not bytes:
+        raise CallerError(f"message is a {type(message).__name__}, not bytes")
     if len(message) > ENCODING_BYTES_MAX:
         raise LimitError(f"message of {len(message)} bytes exceeds {ENCODING_BYTES_MAX}")
     prefix = _domain_prefix(domain)
@@ -91,19 +98,19 @@ def decode(domain: str, message: bytes) -> dict[int, Value]:
 
 
 def _domain_prefix(domain: str) -> bytes:
-    raw = domain.encode("ascii", errors="replace")
-    if not domain.isascii() or not 1 <= len(raw) <= 255:
+    if not isinstance(domain, str) or not domain.isascii() or not 1 <= len(domain) <= 255:
         raise CallerError(f"domain {domain!r} is not 1 to 255 ASCII characters")
-    return bytes([len(raw)]) + raw
+    return bytes([len(domain)]) + domain.encode("ascii")
 
 
 def _record(fields: Mapping[int, Value], depth: int) -> bytes:
     if len(fields) > FIELD_TAG_MAX:
         raise LimitError(f"{len(fields)} fields exceed {FIELD_TAG_MAX}")
-    parts = [_COUNT.pack(len(fields))]
-    for tag in sorted(fields):
+    for tag in fields:
         if type(tag) is not int or not 1 <= tag <= FIELD_TAG_MAX:
             raise CallerError(f"field tag {tag!r} is not an integer of 1 to {FIELD_TAG_MAX}")
+    parts = [_COUNT.pack(len(fields))]
+    for tag in sorted(fields):
         parts.append(_FIELD_TAG.pack(tag))
         parts.append(_value(fields[tag], depth))
     return b"".join(parts)

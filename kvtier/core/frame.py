@@ -104,6 +104,10 @@ class FrameExpectation:
     name: FrameName
     payload_bytes: int | None
 
+    def __post_init__(self) -> None:
+        if self.payload_bytes is not None:
+            require_integer("payload_bytes", self.payload_bytes, 0, PAYLOAD_BYTES_MAX)
+
 
 def encode_header(header: FrameHeader) -> bytes:
     """Return the 128 bytes that stand before the payload."""

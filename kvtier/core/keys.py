@@ -81,8 +81,8 @@ def prefix_hashes(
 
 def prefix_hash(key: bytes) -> PrefixHash:
     """The hash of a key: its first 8 bytes as little-endian u64."""
-    if len(key) != KEY_BYTES:
-        raise CallerError(f"key: {KEY_BYTES} bytes are needed, not {len(key)}")
+    if type(key) is not bytes or len(key) != KEY_BYTES:
+        raise CallerError(f"key: {KEY_BYTES} bytes are needed, not {key!r:.80}")
     return PrefixHash(int.from_bytes(key[:HASH_BYTES], "little"))
 
 
@@ -100,8 +100,10 @@ def _checked(
         raise CallerError(f"block_tokens: a positive int is needed, not {block_tokens!r}")
     if block_tokens > limits.BLOCK_TOKENS_MAX:
         raise LimitError(f"block_tokens: {block_tokens} exceeds {limits.BLOCK_TOKENS_MAX}")
-    if not extras:
+    if extras is None:
         return None
+    if not isinstance(extras, Mapping):
+        raise CallerError(f"extras: a mapping is needed, not a {type(extras).__name__}")
     return {block: _checked_extra(block, extra) for block, extra in extras.items()}
 
 
@@ -150,7 +152,9 @@ def pure_prefix_chain_hashes(
 
 def _pure_tokens(tokens: Integers) -> list[int]:
     if isinstance(tokens, list | tuple):
-        if any(not isinstance(token, int | np.integer) or token is True for token in tokens):
+        if any(
+            not isinstance(token, int | np.integer) or isinstance(token, bool) for token in tokens
+        ):
             raise TypeError("tokens: an item is not an int")
         values = [int(token) for token in tokens]
     else:

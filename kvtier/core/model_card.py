@@ -86,6 +86,8 @@ class ModelCard:
             raise LimitError(f"{len(self.served_names)} names exceed {CARD_NAMES_COUNT_MAX}")
         if len(self.adapters) > ADAPTERS_COUNT_MAX:
             raise LimitError(f"{len(self.adapters)} adapters exceed {ADAPTERS_COUNT_MAX}")
+        if not all(isinstance(adapter, Adapter) for adapter in self.adapters):
+            raise CallerError("adapters holds what is no Adapter")
         for name in self.served_names:
             require_name("served name", name)
         self._refuse_shared_names()

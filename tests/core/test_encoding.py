@@ -1,7 +1,7 @@
 """Canonical encoding: one value, one encoding, and no field that can pass for another."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -161,10 +161,22 @@ def test_a_field_tag_is_a_u16_that_is_not_zero(tag: object) -> None:
         encode(DOMAIN, {tag: "x"})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("domain", ["", "é", "x" * 256])
-def test_a_domain_is_short_ascii(domain: str) -> None:
+@pytest.mark.parametrize("domain", ["", "é", "x" * 256, None, b"x"])
+def test_a_domain_is_short_ascii(domain: object) -> None:
     with pytest.raises(CallerError):
-        encode(domain, {})
+        encode(domain, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [None, 5, [1], {"a": 1, 1: 2}])
+def test_fields_are_a_mapping_by_tag(fields: object) -> None:
+    with pytest.raises(CallerError):
+        encode(DOMAIN, fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview, list])
+def test_only_bytes_are_decoded(kind: Callable[[bytes], object]) -> None:
+    with pytest.raises(CallerError):
+        decode(DOMAIN, kind(encode(DOMAIN, {1: b"x"})))  # type: ignore[arg-type]
 
 
 def test_depth_and_size_are_bounded() -> None:
@@ -176,6 +188,9 @@ def test_depth_and_size_are_bounded() -> None:
         encode(DOMAIN, {1: (nested,)})
     with pytest.raises(LimitError):
         encode(DOMAIN, {1: bytes(ENCODING_BYTES_MAX + 1)})
+    half = bytes(ENCODING_BYTES_MAX // 2)
+    with pytest.raises(LimitError):
+        encode(DOMAIN, {1: half, 2: half})
     with pytest.raises(LimitError):
         decode(DOMAIN, bytes(ENCODING_BYTES_MAX + 1))
 

@@ -30,7 +30,7 @@ from kvtier.core.engine_keys import (
     vllm_none_hash,
     vllm_wire,
 )
-from kvtier.errors import CallerError
+from kvtier.errors import CallerError, LimitError
 
 NONE_HASH = "9bd96a485ad84efdafb72ee48a1d7a69bcead0f8f0433173941b276b9581eef0"
 SCHEME = VllmScheme(vllm_none_hash(), 16)
@@ -64,6 +64,14 @@ def test_cbor_integers_take_the_shortest_head(edge: int) -> None:
 def test_what_no_engine_hashes_has_no_cbor(value: object) -> None:
     with pytest.raises(CallerError):
         canonical_cbor(value)  # type: ignore[arg-type]
+
+
+def test_cbor_nested_without_end_is_refused_before_the_stack_ends() -> None:
+    nested: Cbor = ()
+    for _ in range(100_000):
+        nested = (nested,)
+    with pytest.raises(LimitError, match="nested"):
+        canonical_cbor(nested)
 
 
 # --- vLLM ---

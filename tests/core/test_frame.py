@@ -24,7 +24,7 @@ from kvtier.core.frame import (
     verify_copied,
 )
 from kvtier.errors import CallerError, FrameError, FrameFault
-from kvtier.limits import FRAME_HEADER_BYTES_MAX, PAYLOAD_BYTES_MAX
+from kvtier.limits import PAYLOAD_BYTES_MAX
 from kvtier.types import Fingerprint
 
 NAMESPACE = Fingerprint(bytes(range(100, 132)))
@@ -72,7 +72,6 @@ def test_the_bytes_are_those_of_the_table() -> None:
     )
     assert by_hand + struct.pack("<Q", checksum(by_hand)) + PAYLOAD == FRAME
     assert HEADER_BYTES % 64 == 0
-    assert HEADER_BYTES <= FRAME_HEADER_BYTES_MAX
 
 
 def test_what_was_framed_is_verified_and_read_without_a_copy() -> None:
@@ -343,6 +342,7 @@ def test_a_name_that_no_header_can_hold_is_refused(change: dict[str, object]) ->
     "change",
     [
         {"writer_id": -1},
+        {"writer_id": True},
         {"writer_id": 2**64},
         {"payload_bytes": PAYLOAD_BYTES_MAX + 1},
         {"payload_bytes": -1},
@@ -353,3 +353,9 @@ def test_a_header_outside_its_fields_is_refused(change: dict[str, object]) -> No
     header = parse_header(FRAME)
     with pytest.raises(CallerError):
         dataclasses.replace(header, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("payload_bytes", [-1, PAYLOAD_BYTES_MAX + 1, True, 1.0])
+def test_an_expectation_that_no_frame_can_meet_is_refused(payload_bytes: object) -> None:
+    with pytest.raises(CallerError, match="payload_bytes"):
+        FrameExpectation(NAME, payload_bytes)  # type: ignore[arg-type]

@@ -148,11 +148,12 @@ def test_other_bad_arguments_are_caller_errors() -> None:
     for block_tokens in (0, -3, 1.5, None):
         with pytest.raises(CallerError, match=r"^block_tokens: "):
             prefix_keys(ROOT, [1], block_tokens)  # type: ignore[arg-type]
-    for extras in ({9: b"x"}, {-1: b"x"}, {0: "x"}, {0: 5}, {"0": b"x"}):
+    for extras in ({9: b"x"}, {-1: b"x"}, {0: "x"}, {0: 5}, {"0": b"x"}, [b"x"], 5):
         with pytest.raises(CallerError, match=r"^extras: "):
             prefix_keys(ROOT, [1], 1, extras)  # type: ignore[arg-type]
-    with pytest.raises(CallerError, match=r"^key: "):
-        prefix_hash(b"short")
+    for key in (b"short", "x" * 32, bytearray(32), None):
+        with pytest.raises(CallerError, match=r"^key: "):
+            prefix_hash(key)  # type: ignore[arg-type]
 
 
 def test_ceilings_are_limit_errors() -> None:
