@@ -111,6 +111,9 @@ class PublishStream:
         self._replies: deque[pb.PublishResponse] = deque()
         self._to_send = asyncio.Event()
         self._sent = asyncio.Event()
+        self._taken = asyncio.Event()
+        """No message of this stream waits in the intake."""
+        self._taken.set()
         self._is_ending = False
         self._error: CallerError | ForbiddenError | None = None
 
@@ -120,6 +123,11 @@ class PublishStream:
         sending = asyncio.create_task(self._send(context))
         try:
             await asyncio.wait({reading, sending}, return_when=asyncio.FIRST_COMPLETED)
+            await self._taken.wait()  # what was read last may still wait for its turn
+            if not sending.done():
+                # Not cancelled: in the midst of a write that would spoil the status of the call.
+                self._end(self._error)
+                await asyncio.wait({sending})
         finally:
             self._is_ending = True
             if self._stream is not None:
@@ -132,11 +140,13 @@ class PublishStream:
         if self._error is not None:
             await context.abort(_status(self._error), str(self._error))
         for end in ends:
-            if isinstance(end, Exception):
+            # What gRPC raises where the publisher is gone is no news.
+            if isinstance(end, Exception) and not isinstance(end, grpc.aio.InternalError):
                 raise end
 
     async def _read(self, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
+            self._taken.clear()
             self._intake.put(self, request)
             while len(self._replies) > REPLIES_COUNT_MAX or self._is_ending:
                 self._sent.clear()  # it does not read what it is told: read no more from it
@@ -154,6 +164,7 @@ class PublishStream:
     def take(self, request: pb.PublishRequest) -> float:
         """Handle one message; returns the time after that."""
         began = self._clock()
+        self._taken.set()
         if self._is_ending:
             return began
         is_bug = True

@@ -102,6 +102,8 @@ class IndexService:
                     self._state.release(router, request.release_key)
         except KvtierError as error:
             await refuse(context, error)
+        except grpc.aio.InternalError:
+            return  # the router is gone
         finally:
             if router is not None:
                 self._state.router_gone(router)
