@@ -1,7 +1,8 @@
 """The command `kvtier`: dispatches to the entry points of the group `kvtier.commands`.
 
 A subcommand is a callable `(argv) -> exit status`; it is imported only when called, so the command
-line imports nothing upward and costs nothing for the services that are not asked for.
+line imports nothing upward and costs nothing for the services that are not asked for. What must
+not live here: any subcommand.
 """
 
 import sys

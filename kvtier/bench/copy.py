@@ -2,7 +2,8 @@
 
 Source and destination are areas of 512 MiB each, walked from end to end. Groups of plain and
 verified copies alternate on neighbouring blocks, so both meet the same machine; figures are medians
-over the groups, ratios are formed within a pair of groups.
+over the groups, ratios are formed within a pair of groups. What must not live
+here: whether the copies are right (the native tests).
 """
 
 import argparse

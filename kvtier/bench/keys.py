@@ -1,4 +1,7 @@
-"""How many tokens a second become prefix keys, from an array and from a list."""
+"""How many tokens a second become prefix keys, from an array and from a list.
+
+What must not live here: whether the keys are right (tests/core/test_keys.py).
+"""
 
 import argparse
 import statistics

@@ -1,4 +1,7 @@
-"""What every bench shares: results with bars, the machine's description, JSON and table output."""
+"""What every bench shares: results with bars, the machine's description, JSON and table output.
+
+What must not live here: any measurement.
+"""
 
 import argparse
 import dataclasses

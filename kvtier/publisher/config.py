@@ -1,4 +1,5 @@
-"""Settings of a publisher; ceilings are in limits.py."""
+"""Settings of a publisher. What must not live here: ceilings (limits.py), where they come from
+(config.py)."""
 
 from dataclasses import dataclass, field
 

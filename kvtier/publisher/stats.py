@@ -1,4 +1,7 @@
-"""What a publisher counts: values of one moment, for metrics and tests."""
+"""What a publisher counts: values of one moment, for metrics and tests.
+
+What must not live here: the counting (outbox, stream), metric names (kvtier.telemetry).
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,6 +1,7 @@
 """Between wire messages and the core's values. Malformed messages raise CallerError, nothing else.
 
-Columns are viewed, not copied: the arrays of a batch live as long as the message's bytes.
+Columns are viewed, not copied: the arrays of a batch live as long as the message's bytes. What must
+not live here: RPCs, and decisions on what the values mean.
 """
 
 import struct

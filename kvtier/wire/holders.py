@@ -1,4 +1,7 @@
-"""From the wire's Holder and Load to the core's views of them, and a Load back."""
+"""From the wire's Holder and Load to the core's views of them, and a Load back.
+
+What must not live here: which of them to choose (kvtier.core.scoring).
+"""
 
 from kvtier.core.fleet import HolderInfo
 from kvtier.core.workers import HolderView, Load

@@ -1,4 +1,7 @@
-"""The protobuf messages of kvtier.v1 by name, so that nobody else imports generated code."""
+"""The protobuf messages of kvtier.v1 by name, so that nobody else imports generated code.
+
+What must not live here: anything but names.
+"""
 
 from kvtier.wire._pb.events_pb2 import (
     Ack,

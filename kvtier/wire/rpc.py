@@ -2,6 +2,7 @@
 
 A table instead of generated stubs, so that a server can be asked for every method it has (the
 access policy is tested against this) and a hot path can give bytes that are already serialized.
+What must not live here: deadlines, retries, credentials.
 """
 
 from __future__ import annotations

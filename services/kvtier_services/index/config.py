@@ -1,4 +1,4 @@
-"""Settings of the index service."""
+"""Settings of the index service. What must not live here: ceilings (limits.py)."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
