@@ -252,6 +252,26 @@ def test_a_snapshot_whose_beginning_was_lost_is_asked_for_anew() -> None:
     assert outcome.actions == (RequestSnapshot(A, SnapshotReason.NEW_EPOCH),)
 
 
+def test_a_snapshot_of_later_batches_makes_their_absence_known_before_it_is_whole() -> None:
+    acceptor = synced(at_seq=1)
+    acceptor.snapshot_chunk(chunk(mark(5, snapshot_id=2), 0), NOW)
+    assert acceptor.degraded_reasons() == {DegradedReason.GAP_PENDING}
+    acceptor.disconnect()
+    assert acceptor.degraded_reasons() == {DegradedReason.GAP_PENDING}
+    acceptor.snapshot_chunk(chunk(mark(5, snapshot_id=3), 0, last=True), NOW)
+    assert acceptor.trust is Trust.EXACT
+
+
+def test_early_batches_that_a_snapshot_contains_give_their_room_back() -> None:
+    acceptor = synced(config=AcceptorConfig(held_batches_max=1))
+    acceptor.batch(batch(3), NOW)
+    acceptor.snapshot_chunk(chunk(mark(5, snapshot_id=2), 0), NOW)
+    acceptor.batch(batch(6), NOW)
+    outcome = acceptor.snapshot_chunk(chunk(mark(5, snapshot_id=2), 1, last=True), NOW)
+    assert ApplyBatch(Seq(6), "b6") in outcome.actions
+    assert acceptor.held_overflows_count == 0
+
+
 def test_a_snapshot_older_than_the_live_state_is_ignored() -> None:
     acceptor = synced(at_seq=5)
     outcome = acceptor.snapshot_chunk(chunk(mark(4, snapshot_id=2), 0, last=True), NOW)

@@ -135,6 +135,17 @@ def test_pin_that_came_and_went_does_not_change_the_order() -> None:
     assert policy.victims(4, 0.0) == [1, 2, 3, 4]
 
 
+def test_pins_that_ended_together_return_each_to_its_own_place() -> None:
+    policy: LruPolicy[int] = LruPolicy()
+    for one in (1, 2, 3, 4):
+        policy.on_stored([one], 0.0)
+    tokens = {one: policy.pin(one) for one in (1, 3)}
+    assert policy.victims(4, 0.0) == [2, 4]
+    for one, token in tokens.items():
+        policy.unpin(one, token)
+    assert policy.victims(4, 0.0) == [1, 2, 3, 4]
+
+
 def test_keys_may_be_bytes() -> None:
     policy: PriorityPolicy[bytes] = PriorityPolicy()
     policy.on_stored([b"a", b"b"], 0.0)
@@ -254,6 +265,19 @@ def test_s3fifo_lets_what_is_used_once_go_before_what_was_used_again() -> None:
     policy.on_touched([1], 0.0)
     policy.on_stored([3], 0.0)
     assert policy.victims(1, 0.0) == [2]
+
+
+def test_s3fifo_lets_a_key_of_the_main_queue_stay_once_for_each_use() -> None:
+    policy: S3FifoPolicy[int] = S3FifoPolicy(S3FifoConfig(capacity_blocks=4, small_ratio=0.25))
+    for one in (1, 2, 3, 4):
+        policy.on_stored([one], 0.0)
+    for one in (2, 2, 3):
+        policy.on_touched([one], 0.0)
+    evicted = []
+    while len(policy):
+        evicted += (victims := policy.victims(1, 0.0))
+        policy.on_removed(victims)
+    assert evicted == [1, 4, 3, 2]
 
 
 def test_s3fifo_takes_a_ghost_back_into_the_main_queue() -> None:

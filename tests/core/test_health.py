@@ -93,6 +93,18 @@ def test_a_failed_probe_opens_it_again_for_twice_as_long_up_to_the_most() -> Non
         assert breaker.state(now) is BreakerState.OPEN
 
 
+def test_a_breaker_that_had_closed_opens_again_for_its_first_time_only() -> None:
+    breaker = opened()
+    call(breaker, BAD, 1.0)
+    for _ in range(POLICY.probes_to_close):
+        assert call(breaker, OK, 3.0)
+    assert breaker.state(3.0) is BreakerState.CLOSED
+    for _ in range(POLICY.failures_max):
+        call(breaker, BAD, 10.0)
+    assert breaker.state(10.9) is BreakerState.OPEN
+    assert breaker.state(11.0) is BreakerState.HALF_OPEN
+
+
 def test_a_slow_probe_is_a_failed_probe() -> None:
     breaker = opened()
     assert call(breaker, OK, 1.0, elapsed_s=5.0)
@@ -157,7 +169,7 @@ def test_whatever_happened_a_breaker_closes_again_once_calls_succeed(
         now += passed
         state = breaker.state(now)
         assert call(breaker, outcome, now, elapsed_s) == (state is not BreakerState.OPEN)
-    now += POLICY.open_s_max
+    now += POLICY.open_s_max + 1.0  # (now + 8.0) - now may be less than 8.0
     for _ in range(POLICY.probes_to_close):
         call(breaker, OK, now)
     assert breaker.state(now) is BreakerState.CLOSED

@@ -248,6 +248,27 @@ def test_block_whose_demotion_keeps_failing_is_given_up() -> None:
     assert p.put([block(2)], 0.0)[0] == Drop(key(1), DRAM, Reason.DEMOTION_FAILED)
 
 
+def test_a_demotion_that_fails_under_pressure_costs_no_copy() -> None:
+    p = planner(TierConfig(DRAM, 100, high_share=0.8, low_share=0.5), nvme())
+    store(p, [block(i, reuse=Reuse.PREDICTED) for i in range(1, 9)])
+    demotes = [d for d in store(p, [block(9)]) if isinstance(d, Demote)]
+    for outcome, demote in zip((Outcome.FAILED, Outcome.TIMED_OUT), demotes, strict=False):
+        dropped = [a for a in p.report(demote.transfer_id, outcome, 0.0) if isinstance(a, Drop)]
+        assert dropped == []
+        assert p.tiers_of(demote.key) == {DRAM}
+
+
+def test_a_copy_in_a_tier_that_is_down_does_not_count_as_one() -> None:
+    p = planner(dram(10), nvme(WritePolicy.ON_SEAL), TierConfig(REDIS, 100))
+    (sealed,) = store(p, [block(1, reuse=Reuse.PREDICTED)])
+    assert isinstance(sealed, Demote)
+    p.report(sealed.transfer_id, Outcome.DONE, 0.0)
+    p.set_verdict(NVME, Verdict.DOWN)
+    rescue = p.put([block(2)], 0.0)[0]
+    assert isinstance(rescue, Demote)
+    assert (rescue.key, rescue.source, rescue.target) == (key(1), DRAM, REDIS)
+
+
 def test_day_budget_of_disk_writes_holds_and_refills() -> None:
     disk = TierConfig(NVME, 1000, write_policy=WritePolicy.ON_SEAL, write_bytes_per_day=20.0)
     p = planner(dram(100), disk)

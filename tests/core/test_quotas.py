@@ -69,6 +69,22 @@ def test_a_changed_quota_holds_at_once() -> None:
     assert quotas.take(A, small, 10, 1.0).retry_after_s == pytest.approx(9.0)
 
 
+def test_a_lowered_burst_of_requests_holds_at_once() -> None:
+    quotas = Quotas()
+    quotas.take(A, QUOTA, 1, 0.0)
+    small = Quota(requests_per_s=2.0, requests_burst=1.0)
+    assert quotas.take(A, small, 1, 0.0) == GRANTED
+    assert quotas.take(A, small, 1, 0.0).retry_after_s == pytest.approx(0.5)
+
+
+def test_what_is_given_back_never_fills_a_bucket_beyond_its_burst() -> None:
+    quotas = Quotas()
+    quotas.take(A, QUOTA, 1, 0.0)
+    quotas.settle(A, -500.0, 0.0)
+    assert quotas.take(A, QUOTA, 1000, 0.0) == GRANTED
+    assert quotas.take(A, QUOTA, 1, 0.0).answer is QuotaAnswer.LATER
+
+
 def test_no_limits_grant_everything() -> None:
     quotas = Quotas()
     assert all(quotas.take(A, Quota(), 1e9, 0.0) == GRANTED for _ in range(100))
