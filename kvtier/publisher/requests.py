@@ -1,7 +1,7 @@
 """Between the core's event messages and the bytes of a Publish stream.
 
-Every request is made as bytes: a batch is serialized once for all replicas when it is sealed. What must
-not live here: decisions (kvtier.core.publication), connections (stream).
+Every request is made as bytes: a batch is serialized once for all replicas when it is sealed. What
+must not live here: decisions (kvtier.core.publication), connections (stream).
 """
 
 from kvtier.core.event_columns import EventBatch
