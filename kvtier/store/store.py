@@ -181,8 +181,9 @@ class TieredStore:
         return found
 
     def touch(self, names: Sequence[FrameName]) -> None:
-        """Count a use of a chain that was read in place. Unknown names are ignored."""
+        """Count a use of a chain that was read in place, in DRAM."""
         if self._is_open:
+            self._books.tally.hits[Tier.DRAM] += len(names)
             keys = [block_key(name) for name in names[:MATCH_BLOCKS_MAX]]
             self._books.carry_out(self._planner.touch(keys, self._parts.clock()))
 

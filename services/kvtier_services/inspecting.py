@@ -1,4 +1,4 @@
-"""`kvtier inspect index`: what an index knows, for people and, with `--json`, for programs.
+"""`kvtier inspect`: what an index (here) or a store (`store.inspecting`) knows, as text or JSON.
 
 What must not live here: calls (`kvtier.client`), and anything that changes what it looks at.
 """
@@ -16,6 +16,7 @@ from kvtier.config import Root, describe, load
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.sections import DialConfig
 from kvtier.types import Trust
+from kvtier_services.store.inspecting import inspect_store
 
 EVENTS: Final = ("applied", "duplicate", "gap", "fenced", "undecodable")
 """Shown always, even while they are 0; others only once they happened."""
@@ -47,8 +48,10 @@ class InspectConfig(Root):
 def command(argv: list[str]) -> int:
     """Entry point of `kvtier inspect`."""
     what, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if what == "store":
+        return inspect_store(rest)
     if what != "index":
-        sys.stderr.write("usage: kvtier inspect index [--targets HOST:PORT] [--json]\n")
+        sys.stderr.write("usage: kvtier inspect index|store [--targets HOST:PORT] [--json]\n")
         return 0 if what in {"-h", "--help"} else 2
     loaded = load(InspectConfig, rest)
     if loaded.print_only:

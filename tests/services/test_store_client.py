@@ -85,7 +85,7 @@ async def test_arrays_and_tensors_are_put_and_filled_in_place(
         assert [r.status for r in results] == [PutStatus.STORED] * 3
         array_back, tensor_back = np.zeros_like(array), torch.zeros_like(tensor)
         crooked_back = torch.zeros((8, 4), dtype=torch.int32)
-        into = [array_back, tensor_back, crooked_back]
+        into: list[Payload] = [array_back, tensor_back, crooked_back]
         found = await client.get_many(names(1, 2, 3), into)
         assert all(r.is_hit for r in found)
         assert np.array_equal(array, array_back)

@@ -143,10 +143,13 @@ class StoreService:
             options = _options(request.scope, request.skip_shared)
             at = 0
             wanted = [(name, length) for name in names]
+            resident: list[FrameName] = []
             async for known in self._parts.store.bring_up(wanted, deadline_s, options):
-                yield self._leased(stream, names[at : at + len(known)], known, ttl_s)
+                run = names[at : at + len(known)]
+                yield self._leased(stream, run, known, ttl_s)
+                resident += [n for n, p in zip(run, known, strict=True) if p is Presence.RESIDENT]
                 at += len(known)
-            self._parts.store.touch(names)
+            self._parts.store.touch(resident)
             if stream.leases:
                 async with asyncio.timeout(ttl_s):
                     await stream.ended.wait()
