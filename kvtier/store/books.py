@@ -103,6 +103,8 @@ class Parts:
     """DRAM first, then downwards."""
     pins: dict[Tier, Pinning]
     """Where blocks can be kept from a tier's own eviction."""
+    checksums: dict[Tier, Callable[[FrameName], int | None]]
+    """Of what lower tiers hold, where they know it without reading."""
     watch: TierWatch
     guards: dict[Tier, TierGuard]
     """Of the lower tiers."""

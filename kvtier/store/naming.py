@@ -6,6 +6,7 @@ What must not live here: anything with state.
 import struct
 from typing import Final
 
+from kvtier.core.eviction import Retention
 from kvtier.core.frame import HEADER_BYTES, FrameName, KeyKind
 from kvtier.core.planner import Block, BlockKey, Reuse
 from kvtier.errors import CallerError
@@ -60,8 +61,14 @@ def unseen_block(name: FrameName, payload_bytes: int, scope: ScopeId, reuse: Reu
     return Block(block_key(name), frame_bytes(payload_bytes), scope, writer_name(0), reuse)
 
 
-def held_block(name: FrameName, payload_bytes: int, owner: BlockOwner) -> Block:
-    """A block that a tier found in itself when it was opened."""
+def held_block(
+    name: FrameName, payload_bytes: int, owner: BlockOwner, retention: Retention | None = None
+) -> Block:
+    """A block that a tier has, for the planner's books."""
     return Block(
-        block_key(name), frame_bytes(payload_bytes), owner.scope, writer_name(owner.writer_id)
+        block_key(name),
+        frame_bytes(payload_bytes),
+        owner.scope,
+        writer_name(owner.writer_id),
+        retention=retention,
     )

@@ -187,12 +187,14 @@ class TieredStore:
             keys = [block_key(name) for name in names[:MATCH_BLOCKS_MAX]]
             self._books.carry_out(self._planner.touch(keys, self._parts.clock()))
 
-    async def adopt(self, blocks: Sequence[Block]) -> list[bool]:
-        """Take blocks into the books that a writer put into DRAM by itself; False: dropped."""
+    async def adopt(self, blocks: Sequence[Block], checksums: Sequence[int]) -> None:
+        """Take blocks of one chain into the books that a writer put into DRAM by itself.
+
+        With the checksums of their payloads. Those that may not stay are dropped before it returns.
+        """
         require_open(self._is_open)
-        adopted = [self._writes.adopt(block) for block in blocks]
+        self._writes.adopt(blocks, checksums)
         await self._books.flush()
-        return adopted
 
     async def drop(self, selection: Selection, deadline_s: float) -> int:
         """Remove the selected blocks from every tier; how many blocks of this node there were.
@@ -392,6 +394,11 @@ async def open_store(
         config=config,
         tiers=by_tier,
         pins={one.blocks.tier: one.pins for one in tiers if one.pins is not None},
+        checksums={
+            one.blocks.tier: one.checksum_of
+            for one in tiers
+            if one.checksum_of is not None and one.blocks.tier is not Tier.DRAM
+        },
         watch=watch,
         guards={tier: TierGuard(config.breaker) for tier in by_tier if tier is not Tier.DRAM},
         gate=ByteGate(config.in_flight_bytes_max),

@@ -3,7 +3,7 @@
 What must not live here: state, decisions, I/O.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -72,6 +72,9 @@ class StoreTier:
 
     blocks: BlockTier
     pins: Pinning | None = None
+    checksum_of: Callable[[FrameName], int | None] | None = None
+    """The payload's checksum of a block that it holds, without reading it. So the first bytes of a
+    name are kept even where they are only below. None: the tier cannot say."""
 
 
 class SharedTier(StrEnum):

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier.core.checksum import checksum
 from kvtier.core.planner import (
     Action,
     Block,
@@ -82,21 +83,32 @@ class Writes:
         )
         return answers
 
-    def adopt(self, block: Block) -> bool:
-        """Take a block into the books that a writer has put into DRAM past this class.
+    def adopt(self, blocks: Sequence[Block], checksums: Sequence[int]) -> None:
+        """Take blocks into the books that a writer has put into DRAM past this class.
 
-        False where the planner has no place for it: then it is dropped at the next flush.
+        Those that the planner has no place for, and those of which other bytes came first and are
+        in a tier below, are dropped at the next flush.
         """
-        actions = self._books.planner.put([block], self._parts.clock())
+        kept = []
+        for block, seen in zip(blocks, checksums, strict=True):
+            if self._is_second(block, seen):
+                self._books.tally.divergent_puts += 1
+                self._books.drop_from_dram(frame_name(block.key))
+            else:
+                kept.append(block)
+        actions = self._books.planner.adopted(kept, Tier.DRAM, self._parts.clock())
         self._books.carry_out(actions)
-        answer = _answers(actions)[0]
-        if isinstance(answer, Write):
-            self._books.report(answer.transfer_id, Outcome.DONE)
-            return True
-        if answer.reason is Reason.RESIDENT:
-            return True
-        self._books.drop_from_dram(frame_name(block.key))
-        return False
+
+    def _has_below(self, key: BlockKey) -> bool:
+        return not self._books.planner.tiers_of(key).isdisjoint(self._parts.checksums)
+
+    def _is_second(self, block: Block, seen: int) -> bool:
+        """Whether a tier below has other bytes of this name."""
+        below = self._books.planner.tiers_of(block.key)
+        return any(
+            self._parts.checksums[tier](frame_name(block.key)) not in {None, seen}
+            for tier in below & self._parts.checksums.keys()
+        )
 
     async def _round(
         self,
@@ -115,11 +127,21 @@ class Writes:
         again: list[int] = []
         for i, action in zip(pending, _answers(actions), strict=True):
             if isinstance(action, Write):
+                if self._has_below(action.key) and self._is_second(
+                    blocks[i], _checksum(requests[i])
+                ):
+                    self._books.report(action.transfer_id, Outcome.CANCELLED)
+                    results[i] = PutResult(PutStatus.DIVERGENT)
+                    continue
                 writes[i] = action.transfer_id
                 self._writing[action.key] = asyncio.get_running_loop().create_future()
             elif action.reason is Reason.IN_FLIGHT:
                 self._books.tally.joins += 1
-                awaited[i] = self._under_way(action.key)
+                other = self._under_way(action.key)
+                if other is None:
+                    again.append(i)  # it was of this call, and refused as a second one
+                else:
+                    awaited[i] = other
             elif action.reason in {Reason.RESIDENT, Reason.CONFLICT}:
                 if self._parts.watch.holds(Tier.DRAM, requests[i].name):
                     compared.append(i)
@@ -136,16 +158,16 @@ class Writes:
         if awaited:
             timeout = max(0.0, deadline_s - self._parts.clock())
             await asyncio.wait(awaited.values(), timeout=timeout)
-        for i, other in awaited.items():
-            if other.done():
+        for i, way in awaited.items():
+            if way.done():
                 again.append(i)
             else:
                 results[i] = PutResult(PutStatus.TIMEOUT)
         return sorted(again)
 
-    def _under_way(self, key: BlockKey) -> asyncio.Future[None] | asyncio.Future[GetResult]:
+    def _under_way(self, key: BlockKey) -> asyncio.Future[None] | asyncio.Future[GetResult] | None:
         flight = self._flights.find(key)
-        return self._writing[key] if flight is None else flight.done
+        return self._writing.get(key) if flight is None else flight.done
 
     async def _store(
         self, batch: "_Batch", results: dict[int, PutResult], deadline_s: float
@@ -171,7 +193,7 @@ class Writes:
                 self._ended(batch.blocks[i], transfer_id, results.get(i))
         for i in batch.compared:
             if results[i].status is PutStatus.STORED:  # it had gone in the meantime
-                self.adopt(batch.blocks[i])
+                self.adopt([batch.blocks[i]], [_checksum(batch.requests[i])])
         await self._books.flush()
 
     def _ended(self, block: Block, transfer_id: TransferId, result: PutResult | None) -> None:
@@ -195,6 +217,11 @@ class _Batch:
     blocks: dict[int, Block]
     writes: dict[int, TransferId]
     compared: list[int]
+
+
+def _checksum(request: PutRequest) -> int:
+    declared = request.payload_checksum
+    return checksum(payload_view(request.payload)) if declared is None else declared
 
 
 def _answers(actions: list[Action]) -> list[Write | Skip]:

@@ -1,11 +1,11 @@
 """The tiered store over memory tiers: what moves where, single flight, pins, quotas, drops."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from kvtier.core.checksum import checksum
 from kvtier.core.planner import Reason, Reuse, ScopeQuota, WritePolicy
 from kvtier.errors import CallerError, UnavailableError
 from kvtier.ports import (
@@ -363,23 +363,49 @@ async def test_blocks_that_a_tier_found_at_start_are_served() -> None:
         assert await rig.right(1, 2) == [True, True]
 
 
-async def test_blocks_that_a_writer_put_into_dram_by_itself_are_adopted_or_dropped() -> None:
+async def adopt(rig: Rig, *numbers: int, version: int = 0) -> None:
+    """Put blocks into DRAM past the store, and have it take them into its books."""
+    requests = [put_of(n, version=version) for n in numbers]
+    await rig.memory[Tier.DRAM].put_many(requests, soon())
+    blocks = [held_block(r.name, BLOCK_BYTES, r.owner) for r in requests]
+    await rig.store.adopt(blocks, [checksum(r.payload) for r in requests])
+
+
+async def test_what_a_writer_put_into_dram_by_itself_is_like_any_other_block() -> None:
+    async with a_rig(ROOMY) as rig:
+        for n in range(12):
+            await adopt(rig, n)
+            await rig.settled()
+        assert await rig.right(*range(12)) == [True] * 12
+        usage = rig.store.stats().tiers[Tier.DRAM].usage
+        assert usage.blocks_count == len(rig.memory[Tier.DRAM].names()) <= 4
+        assert rig.store.stats().counts.demoted[Tier.NVME] >= 8
+
+
+async def test_what_cannot_be_adopted_leaves_dram() -> None:
     async with a_rig(Shape(dram_blocks=1, nvme_blocks=0)) as rig:
-        await rig.memory[Tier.DRAM].put_many([put_of(1)], soon())
-        pinned = await adopted(rig, [1])
+        await adopt(rig, 1)
         rig.store.pin([name_of(1)], PinTerms(60.0))
-        await rig.memory[Tier.DRAM].put_many([put_of(2)], soon())
-        assert pinned == [True]
-        assert await adopted(rig, [2]) in ([True], [False])
+        await adopt(rig, 2)
         names = rig.memory[Tier.DRAM].names()
-        assert len(names) == 1
-        assert rig.store.stats().tiers[Tier.DRAM].usage.blocks_count == 1
+        assert len(names) == rig.store.stats().tiers[Tier.DRAM].usage.blocks_count == 1
+        await rig.store.drop(ByNames((name_of(1), name_of(2))), soon())
+        assert rig.memory[Tier.DRAM].names() == []
 
 
-async def adopted(rig: Rig, numbers: Sequence[int]) -> list[bool]:
-    return await rig.store.adopt(
-        [held_block(name_of(n), BLOCK_BYTES, BlockOwner(7)) for n in numbers]
-    )
+async def test_the_first_bytes_are_kept_where_they_are_only_below() -> None:
+    async with a_rig(ROOMY) as rig:
+        for n in range(8):
+            await rig.put(n)
+            await rig.settled()
+        assert await rig.where(0) == {Tier.NVME}
+        assert await rig.put(0, version=1) == [PutStatus.DIVERGENT]
+        await adopt(rig, 0, version=1)
+        assert await rig.where(0) == {Tier.NVME}
+        assert name_of(0) not in rig.memory[Tier.DRAM].names()
+        assert rig.store.stats().counts.divergent_puts == 2
+        assert await rig.put(0) == [PutStatus.STORED]
+        assert await rig.right(0) == [True]
 
 
 async def test_a_tier_that_was_lost_is_empty_in_the_books() -> None:

@@ -4,8 +4,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from kvtier.core.frame import HEADER_BYTES, FrameName
+from kvtier.core.frame import HEADER_BYTES, FrameName, parse_header
 from kvtier.core.health import BreakerPolicy
 from kvtier.core.planner import PlannerConfig, ScopeQuota, TierConfig, WritePolicy
 from kvtier.ports import (
@@ -104,6 +105,11 @@ class Rig:
         await eventually_async(is_quiet, 10, "no transfers under way")
 
 
+def checksum_in(memory: MemoryTier, name: FrameName) -> int | None:
+    frame = memory.frame_memory(name)
+    return None if frame is None else parse_header(frame).payload_checksum
+
+
 @asynccontextmanager
 async def a_rig(shape: Shape | None = None, said: Announced | None = None) -> AsyncIterator[Rig]:
     """A store as `shape` says, closed at the end."""
@@ -123,7 +129,9 @@ async def a_rig(shape: Shape | None = None, said: Announced | None = None) -> As
     faulty = {tier: FaultyTier(one, time.monotonic) for tier, one in memory.items()}
     config = store_config(shape, blocks)
     tiers = [
-        StoreTier(faulty[tier], None if tier is Tier.REDIS else memory[tier])
+        StoreTier(faulty[tier])
+        if tier is Tier.REDIS
+        else StoreTier(faulty[tier], memory[tier], partial(checksum_in, memory[tier]))
         for tier in memory
         if blocks[tier]
     ]

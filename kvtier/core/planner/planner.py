@@ -119,6 +119,36 @@ class Planner:
         self._settle(batch, now)
         return actions
 
+    def adopted(self, blocks: Sequence[Block], tier: Tier, now: float) -> list[Action]:
+        """A writer put blocks into a tier by itself: booked as puts that have ended.
+
+        `Drop` for each that has no place there (what makes room may not suffice, or it contradicts
+        what is known), and what makes room.
+        """
+        self._check_tier(tier)
+        self._check_count(blocks)
+        actions: list[Action] = []
+        for block in blocks:
+            record = self._ledger.find(block.key)
+            if record is not None and tier in record.tiers:
+                continue
+            refusal = self._refusal_to_adopt(block, record)
+            if refusal is None and not self._ledger.can_ever_fit(block, tier):
+                refusal = Reason.TOO_LARGE
+            if refusal is None and not self._mover.make_room(block, tier, actions, now):
+                refusal = Reason.NO_ROOM
+            if refusal is not None:
+                actions.append(Drop(block.key, tier, refusal))
+                continue
+            record = self._ledger.open(block)
+            self._mover.touch(block, now)
+            self._ledger.arrive(record, tier, now)
+            self._mover.copy_down(record, _AT_SEAL, actions, now)
+        self._ledger.touch([block.key for block in blocks], now)
+        for scope_id in {block.scope_id for block in blocks}:
+            self._relieve(scope_id, tier, actions, now)
+        return actions
+
     def read(self, wanted: Sequence[Wanted], now: float) -> list[Action]:
         """A reader wants blocks: `Serve`, `Fetch`, `Promote`, `Join` or `Skip` for each."""
         return self._read(wanted, Keep.WISH, now)
@@ -344,6 +374,13 @@ class Planner:
         if not self._ledger.can_ever_fit(block, Tier.DRAM):
             return Reason.TOO_LARGE
         return Reason.BUSY if self._is_full(record) else None
+
+    def _refusal_to_adopt(self, block: Block, record: Record | None) -> Reason | None:
+        if record is None:
+            return Reason.BUSY if len(self._ledger) >= PLANNER_BLOCKS_MAX else None
+        if record.doomed:
+            return Reason.SELECTED
+        return None if _agree(record.block, block) else Reason.CONFLICT
 
     def _read(self, wanted: Sequence[Wanted], keep: Keep, now: float) -> list[Action]:
         self._check_count(wanted)

@@ -230,6 +230,11 @@ class NvmeTier:
         """See `LocalTier.names`."""
         return [unpack_name(key) for key in self._archive.ledger.snapshot()]
 
+    def checksum_of(self, name: FrameName) -> int | None:
+        """The checksum of a block's payload, as the index says; None if it is not there."""
+        place = self._archive.ledger.place(pack_name(name))
+        return None if place is None else place.payload_checksum
+
     def inventory(self) -> list[HeldBlock]:
         """Every block with what its name does not say, oldest first. O(blocks), no I/O."""
         held = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvtier.core.eviction import PRIORITY_MAX, PinToken
 from kvtier.core.frame import FrameName
-from kvtier.core.planner import PinId
+from kvtier.core.planner import Block, PinId
 from kvtier.errors import KvtierError
 from kvtier.limits import LEASE_MS_MAX
 from kvtier.ports import PutRequest, PutResult, PutStatus
@@ -80,19 +80,16 @@ class GovernedArena(ArenaTier):
         declared: Sequence[int | None],
         deadline_s: float,
     ) -> list[PutResult]:
-        """Blocks that a client put: planned like any other put."""
+        """Blocks that a client put: published, then taken into the books.
+
+        That way round a block costs the planner less than half of what a planned put costs. For a
+        moment there may be more in the arena than the planner plans with; the arena's own eviction
+        bounds that.
+        """
         if self.store is None:
             return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
-        if not wanted:
-            return []
-        requests = [
-            PutRequest(one.name, payload, one.owner, checksum, one.retention)
-            for one, payload, checksum in zip(wanted, payloads, declared, strict=True)
-        ]
-        try:
-            return await self.store.put_many(requests, deadline_s)
-        except KvtierError as error:
-            return [PutResult(PutStatus.ERROR, type(error).__name__)] * len(wanted)
+        results = await super().write_many(wanted, payloads, declared, deadline_s)
+        return await self._adopted(wanted, results)
 
     async def write_reserved(
         self,
@@ -102,14 +99,24 @@ class GovernedArena(ArenaTier):
     ) -> list[PutResult]:
         """Blocks for which a client had taken slots: published, then taken into the books."""
         results = await super().write_reserved(reservations, payloads, checksums)
-        stored = [
-            reservation.wanted
-            for reservation, result in zip(reservations, results, strict=True)
-            if result.status is PutStatus.STORED
-        ]
-        if stored and self.store is not None:
-            blocks = [held_block(one.name, one.payload_bytes, one.owner) for one in stored]
-            await self.store.adopt(blocks)
+        return await self._adopted([one.wanted for one in reservations], results)
+
+    async def _adopted(self, wanted: Sequence[Wanted], results: list[PutResult]) -> list[PutResult]:
+        """Have the planner know what was stored. What it does not keep has been stored all the
+        same: a block may vanish at any time."""
+        blocks: list[Block] = []
+        checksums: list[int] = []
+        for one, result in zip(wanted, results, strict=True):
+            if result.status is PutStatus.STORED:
+                held = self.held(one.name)
+                if held is not None:
+                    blocks.append(held_block(one.name, one.payload_bytes, one.owner, one.retention))
+                    checksums.append(held.payload_checksum)
+        if blocks and self.store is not None:
+            try:
+                await self.store.adopt(blocks, checksums)
+            except KvtierError:
+                return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
         return results
 
     def touch_entries(self, located: Iterable[tuple[int, int]]) -> None:

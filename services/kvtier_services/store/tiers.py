@@ -69,7 +69,7 @@ async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
         raise
     tiers = [StoreTier(arena, RawPins(arena))]
     if nvme is not None:
-        tiers.append(StoreTier(nvme, nvme))
+        tiers.append(StoreTier(nvme, nvme, nvme.checksum_of))
     if redis is not None:
         tiers.append(StoreTier(redis))
     return BuiltTiers(arena, tuple(tiers), nvme, redis)
