@@ -157,42 +157,50 @@ Holdings::Cursor Holdings::find_near(Cursor cursor, std::uint64_t hash) const {
 
 void Holdings::remove(std::uint32_t lane, Hashes hashes, Counts& counts) {
   Cursor cursor;
-  for (std::size_t i = 0; i < hashes.count; ++i) {
+  for (std::size_t i = 0; i < hashes.count;) {
     if (i + PREFETCH_AHEAD < hashes.count) table_.prefetch(hashes.data[i + PREFETCH_AHEAD]);
     const Cursor found = find_near(cursor, hashes.data[i]);
-    if (found.page == NONE || !remove_one(lane, found, hashes.data[i])) {
+    if (found.page == NONE) {
       ++counts.unknown;
+      ++i;
       continue;
     }
-    ++counts.removed;
+    const std::uint32_t run = run_length(found, {hashes.data + i, hashes.count - i});
+    remove_run(lane, found, run, counts);
     cursor = pages_.is_free(found.page) ? Cursor{} : found;
+    i += run;
   }
 }
 
-bool Holdings::remove_one(std::uint32_t number, Cursor at, std::uint64_t hash) {
-  const LaneList list = pages_.lanes(at.page);
+// Takes a copy of each of `count` live slots away from the lane; what it does not hold is unknown. A run at once: slot by
+// slot a chain removed from its front would be packed together again and again.
+void Holdings::remove_run(std::uint32_t number, Cursor first, std::uint32_t count, Counts& counts) {
+  const LaneList list = pages_.lanes(first.page);
   const std::uint32_t index = list.find(number);
-  const std::uint64_t bit = std::uint64_t{1} << at.slot;
-  if (index == NONE || (list.masks[index] & bit) == 0) return false;
+  std::uint64_t mine = index == NONE ? 0 : list.masks[index] & low_bits(count) << first.slot;
+  const auto removed = static_cast<std::uint32_t>(std::popcount(mine));
+  counts.removed += removed;
+  counts.unknown += count - removed;
+  if (mine == 0) return;
   Lane& lane = holders_.lane_at(number);
-  --lane.copies;
-  if (lane.extras != 0) {
+  lane.copies -= removed;
+  const std::uint64_t* const hashes = pages_.hashes(pages_[first.page]);
+  for (std::uint64_t left = lane.extras != 0 ? mine : 0; left != 0; left &= left - 1) {
+    const std::uint64_t hash = hashes[std::countr_zero(left)];
     const std::uint32_t extra = copies_.get(number, hash);
-    if (extra != 0) {
-      copies_.set(number, hash, extra - 1);
-      lane.extras -= extra == 1;
-      return true;
-    }
+    if (extra == 0) continue;
+    copies_.set(number, hash, extra - 1);
+    lane.extras -= extra == 1;
+    mine &= ~(left & -left);
   }
-  --lane.distinct;
-  lane.digest ^= hash;
-  list.masks[index] &= ~bit;
-  const bool held = list.unheld(bit) == 0;
-  if (list.masks[index] == 0) drop_lane_of_page(at.page, index);
-  if (held) return true;
-  drop_slots(at.page, bit);
-  tidy(at.page);
-  return true;
+  for (std::uint64_t left = mine; left != 0; left &= left - 1) lane.digest ^= hashes[std::countr_zero(left)];
+  lane.distinct -= static_cast<std::uint64_t>(std::popcount(mine));
+  list.masks[index] &= ~mine;
+  const std::uint64_t dead = list.unheld(mine);
+  if (list.masks[index] == 0) drop_lane_of_page(first.page, index);
+  if (dead == 0) return;
+  drop_slots(first.page, dead);
+  tidy(first.page);
 }
 
 void Holdings::drop_lane_of_page(std::uint32_t page, std::uint32_t index) {
@@ -203,9 +211,15 @@ void Holdings::drop_lane_of_page(std::uint32_t page, std::uint32_t index) {
 // The slots are live no more; the page may be left empty or sparse, see tidy.
 void Holdings::drop_slots(std::uint32_t id, std::uint64_t slots) {
   Page& page = pages_[id];
+  const std::uint64_t* const hashes = pages_.hashes(page);
+  std::uint64_t ahead = slots;
+  for (std::size_t i = 0; i < PREFETCH_AHEAD && ahead != 0; ++i, ahead &= ahead - 1)
+    table_.prefetch(hashes[std::countr_zero(ahead)]);
   for (std::uint64_t left = slots; left != 0; left &= left - 1) {
+    if (ahead != 0) table_.prefetch(hashes[std::countr_zero(ahead)]);
+    ahead &= ahead - 1;
     const auto slot = static_cast<std::uint32_t>(std::countr_zero(left));
-    table_.erase(pages_.hashes(page)[slot], position(id, slot));
+    table_.erase(hashes[slot], position(id, slot));
   }
   page.live &= ~slots;
 }

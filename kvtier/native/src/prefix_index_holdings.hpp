@@ -55,7 +55,7 @@ class Holdings {
   Cursor append(std::uint32_t page, Hashes rest);
   void mark(std::uint32_t lane, Cursor first, std::uint32_t count, Counts& counts);
   Cursor find_near(Cursor cursor, std::uint64_t hash) const;
-  bool remove_one(std::uint32_t lane, Cursor at, std::uint64_t hash);
+  void remove_run(std::uint32_t lane, Cursor first, std::uint32_t count, Counts& counts);
   void drop_slots(std::uint32_t page, std::uint64_t slots);
   void drop_lane_of_page(std::uint32_t page, std::uint32_t index);
   void tidy(std::uint32_t page);
