@@ -310,11 +310,10 @@ class Acceptor(Generic[Payload]):
             self._hold(message)
             return self._outcome(Verdict.GAP, self._ask_resend(now))
         self._applied = seq
-        actions: list[Action[Payload]] = [ApplyBatch(Seq(seq), message.payload)]
-        if self._held:
-            actions += self._drain_held()
-        actions.append(AckUpTo(message.epoch, Seq(self._applied)))
-        return self._outcome(Verdict.APPLY, actions)
+        filled = self._drain_held() if self._held else ()
+        ack = AckUpTo(message.epoch, Seq(self._applied))
+        self._counts[Verdict.APPLY] += 1
+        return Outcome(Verdict.APPLY, (ApplyBatch(seq, message.payload), *filled, ack))
 
     def heartbeat(self, message: Heartbeat, held: Digest | None, now: float) -> Outcome[Payload]:
         """OK, GAP, DRIFT, NEED_SNAPSHOT, HELD (a snapshot is arriving), FENCED, ...

@@ -11,13 +11,18 @@ import itertools
 import math
 import re
 import threading
+from bisect import bisect_left
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 import prometheus_client
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 
@@ -240,6 +245,19 @@ class Metrics:
 
         return Family(definition, parent, series, self._overflown(definition))
 
+    def tally(self, definition: MetricDef) -> HistogramSeries:
+        """Bind a histogram without labels that one thread alone observes, without any lock.
+
+        For paths so hot that the locks of `histogram` are felt; any thread may scrape. CallerError
+        for a definition with labels.
+        """
+        if definition.labels:
+            raise CallerError(f"{definition.name}: a tally has no labels")
+        self._bind(definition, MetricKind.HISTOGRAM)
+        tally = _Tally(definition)
+        self._registry.register(tally)
+        return tally
+
     def pull(self, definition: MetricDef, read: Callable[[], Readings]) -> None:
         """Bind a counter or gauge whose values are kept elsewhere (native code, say).
 
@@ -264,6 +282,33 @@ class Metrics:
 
     def _overflown(self, definition: MetricDef) -> Callable[[], None]:
         return lambda: self._overflow.at(definition.name).inc()
+
+
+class _Tally(Collector):
+    """A histogram whose buckets are plain numbers."""
+
+    def __init__(self, definition: MetricDef) -> None:
+        self._definition = definition
+        self._bounds = definition.buckets
+        self._counts = [0] * (len(definition.buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, amount: float) -> None:
+        self._counts[bisect_left(self._bounds, amount)] += 1
+        self._sum += amount
+
+    def describe(self) -> Iterator[HistogramMetricFamily]:
+        yield HistogramMetricFamily(self._definition.name, self._definition.help)
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = [*(str(bound) for bound in self._bounds), "+Inf"]
+        counts = itertools.accumulate(tuple(self._counts))
+        yield HistogramMetricFamily(
+            self._definition.name,
+            self._definition.help,
+            buckets=list(zip(bounds, counts, strict=True)),
+            sum_value=self._sum,
+        )
 
 
 class _Guards:

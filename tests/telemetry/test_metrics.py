@@ -53,6 +53,33 @@ def test_counters_gauges_and_histograms_show_what_they_were_told() -> None:
     assert samples["kvtier_test_match_seconds_bucket{le=+Inf}"] == 3
 
 
+@given(st.lists(st.floats(0, 1) | st.sampled_from(LATENCY.buckets), max_size=30))
+def test_a_tally_shows_what_a_histogram_shows(seconds: list[float]) -> None:
+    histogram, tally = Metrics(TABLE), Metrics(TABLE)
+    series = (histogram.histogram(LATENCY).at(), tally.tally(LATENCY))
+    for one in seconds:
+        for each in series:
+            each.observe(one)
+    shown = [
+        {key: value for key, value in scraped(metrics).items() if key.startswith(LATENCY.name)}
+        for metrics in (histogram, tally)
+    ]
+    assert shown[0] == shown[1]
+    assert shown[1][f"{LATENCY.name}_count"] == len(seconds)
+
+
+def test_a_tally_has_no_labels_and_is_bound_once() -> None:
+    labelled = MetricDef(
+        MetricKind.HISTOGRAM, "kvtier_test_apply_seconds", "Apply.", (TIER,), buckets=(1.0,)
+    )
+    metrics = Metrics((*TABLE, labelled))
+    with pytest.raises(CallerError):
+        metrics.tally(labelled)
+    metrics.tally(LATENCY)
+    with pytest.raises(CallerError):
+        metrics.tally(LATENCY)
+
+
 def test_a_counter_with_closed_labels_starts_at_zero_for_each() -> None:
     metrics = Metrics(TABLE)
     metrics.counter(EVENTS)

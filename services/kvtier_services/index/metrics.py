@@ -104,8 +104,8 @@ class IndexMetrics:
         self._clock = clock
         self._streams = metrics.gauge(STREAMS)
         self._lagged = metrics.counter(LAGGED).at()
-        self._match_seconds = metrics.histogram(MATCH_SECONDS).at()
-        self._apply_seconds = metrics.histogram(APPLY_SECONDS).at()
+        self.match_took = metrics.tally(MATCH_SECONDS).observe
+        self.apply_took = metrics.tally(APPLY_SECONDS).observe
         self._reservations = metrics.counter(RESERVATIONS)
         metrics.pull(QUERIED, lambda: [((), self.queried_blocks_count)])
         metrics.pull(MATCHED, lambda: [((), self.matched_blocks_count)])
@@ -147,12 +147,6 @@ class IndexMetrics:
     def matched(self, result: MatchResult) -> None:
         self.queried_blocks_count += result.blocks_queried
         self.matched_blocks_count += result.blocks_found
-
-    def match_took(self, seconds: float) -> None:
-        self._match_seconds.observe(seconds)
-
-    def apply_took(self, seconds: float) -> None:
-        self._apply_seconds.observe(seconds)
 
     def reserved(self, verdict: ReserveVerdict) -> None:
         self._reservations.at(verdict.value).inc()

@@ -138,6 +138,8 @@ class IndexState:
         self._changes = changes
         self._streams: dict[Stream, StreamState] = {}
         self._leases: Leases[Stream] = Leases(config.lease)
+        self._renew_after_s = config.lease.lease_s / 256
+        """Batches that come closer together than this do not renew a lease again."""
         self._reservations = Reservations(config.reservations)
         self._routers: Counter[RouterLife] = Counter()
         """Open streams of each life of a router."""
@@ -193,9 +195,11 @@ class IndexState:
             return self.undecodable(stream, message.epoch, now)
         outcome = self._carry_out(stream, state.acceptor.batch(message, now))
         if outcome.verdict is Verdict.APPLY:
-            state.heard_at = now
-            self._renew(stream, now)
-            self._check_room(stream, state)
+            if now - state.heard_at > self._renew_after_s:
+                state.heard_at = now
+                self._renew(stream, now)
+            if state.room_blocks < 0:
+                self._check_room(stream, state)
         return outcome
 
     def undecodable(self, stream: Stream, epoch: Epoch, now: float) -> Outcome[PackedBatch]:
