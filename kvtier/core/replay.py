@@ -41,11 +41,6 @@ class ReplayCounts:
         return self.prefix_blocks / self.blocks if self.blocks else 0.0
 
     @property
-    def block_hit_rate(self) -> float:
-        """Share of blocks that were resident anywhere; 0 before the first block."""
-        return self.resident_blocks / self.blocks if self.blocks else 0.0
-
-    @property
     def token_hit_rate(self) -> float:
         """Share of input tokens in leading resident runs; 0 before the first token."""
         return self.prefix_tokens / self.tokens if self.tokens else 0.0
