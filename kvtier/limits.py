@@ -39,8 +39,8 @@ SLOTS_COUNT_MAX: Final = 1 << 27
 # Tiers
 TIER_BATCH_BLOCKS_MAX: Final = 4096
 """Blocks of one call to a tier."""
-NVME_SEGMENTS_COUNT_MAX: Final = 512
-"""Segment files of one NVMe tier, each with an open descriptor: larger tiers have larger ones."""
+NVME_SEGMENTS_COUNT_MAX: Final = 256
+"""Segment files of one NVMe tier, each with three descriptors: larger tiers have larger ones."""
 NVME_UNSAVED_BYTES_MAX: Final = 256 << 20
 """Frames written that the index on disk does not know of yet."""
 SCOPE_KEYS_COUNT_MAX: Final = 4096

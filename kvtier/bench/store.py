@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvtier.bench.report import Result
 
-PARTS = ("arena",)
+PARTS = ("arena", "nvme")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

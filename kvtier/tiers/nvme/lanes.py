@@ -10,9 +10,8 @@ What must not live here: files, blocks.
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, Self, TypeVar
 
 from kvtier.errors import OverloadedError, UnavailableError
 from kvtier.limits import NVME_JOBS_MAX
@@ -34,21 +33,23 @@ class Call:
         self._abandoned = False
         self._left: asyncio.Future[None] | None = None
 
-    @contextmanager
-    def touching(self) -> Iterator[None]:
-        """In a thread: the caller's memory may be touched inside. Raises AbandonedError."""
+    def touching(self) -> Self:
+        """In a thread: `with call.touching():` the caller's memory may be touched. It raises
+        AbandonedError where the call is over."""
+        return self
+
+    def __enter__(self) -> None:
         with self._lock:
             if self._abandoned:
                 raise AbandonedError
             self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                left = self._left if not self._inside else None
-            if left is not None:
-                _from_thread(self._loop, _resolve, left)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            left = self._left if not self._inside else None
+        if left is not None:
+            _from_thread(self._loop, _resolve, left)
 
     async def abandon(self) -> None:
         """On the loop: end the loan; returns once no thread is inside. Cancelled or not, it waits:

@@ -4,17 +4,15 @@ What must not live here: what a result means for the ledger (the tier), writing.
 """
 
 import asyncio
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, TypeAlias
 
 from kvtier.errors import FrameError, OverloadedError
 from kvtier.tiers.nvme.lanes import AbandonedError, Call, Lane
 from kvtier.tiers.nvme.segments import Found, Reader, ShortBufferError, Task
 
-_AHEAD_BYTES: Final = 16 << 20
-"""How much of a batch the kernel is asked to fetch before it is needed."""
 _SHARE_BYTES: Final = 512 << 10
 """Less than this is not worth a second thread."""
 
@@ -32,47 +30,51 @@ Outcome: TypeAlias = Found | FrameError | ReadFailure | ShortBufferError
 
 @dataclass(slots=True)
 class Batch:
-    """Tasks that threads take one by one, and their outcomes; None: not done."""
+    """Tasks by what lies where, their outcomes (None: not done), and the shares of the threads.
+
+    A share is a stretch of tasks in the order in which they lie on the disk: read from one end to
+    the other the kernel reads ahead by itself, in large pages, and gives them back faster later.
+    """
 
     tasks: Sequence[Task]
     call: Call
+    shares: list[Sequence[int]]
     outcomes: list[Outcome | None] = field(init=False)
-    _next: "itertools.count[int]" = field(default_factory=itertools.count)
-    _asked: int = 0
 
     def __post_init__(self) -> None:
         self.outcomes = [None] * len(self.tasks)
 
-    def work(self, reader: Reader) -> None:
-        """In a thread: do tasks until none is left or the call is over."""
-        while (position := next(self._next)) < len(self.tasks):
+    def work(self, share: Sequence[int], reader: Reader) -> None:
+        """In a thread: do a share, or as much of it as until the call is over."""
+        for position in share:
             try:
-                outcome = self._do(position, reader)
+                self.outcomes[position] = self._do(position, reader)
             except AbandonedError:
                 return
-            self.outcomes[position] = outcome
 
     def _do(self, position: int, reader: Reader) -> Outcome:
-        task = self.tasks[position]
         try:
-            return reader.read_frame(task, self.call, lambda: self._fetch_ahead(position))
+            return reader.read_frame(self.tasks[position], self.call)
         except (FrameError, ShortBufferError) as error:
             return error
         except OSError as error:
             return ReadFailure(error.errno or 0)
 
-    def _fetch_ahead(self, position: int) -> None:
-        """Ask for this task's bytes and those of the next ones: the disk is better busy than idle.
-        Two threads may ask for the same, which the kernel does not mind."""
-        asked_bytes = 0
-        for at in range(position, len(self.tasks)):
-            task = self.tasks[at]
-            asked_bytes += task.place.frame_bytes
-            if asked_bytes > _AHEAD_BYTES and at > position:
-                return
-            if at >= self._asked:
-                task.segment.fetch_ahead(task.place.offset, task.place.frame_bytes)
-                self._asked = at + 1
+
+def shared_out(tasks: Sequence[Task], threads_count: int) -> list[Sequence[int]]:
+    """Positions of the tasks as they lie on the disk, cut into shares of about the same size."""
+    order = sorted(
+        range(len(tasks)),
+        key=lambda at: (tasks[at].segment.segment_id, tasks[at].place.offset),
+    )
+    size = sum(task.place.frame_bytes for task in tasks)
+    count = max(1, min(threads_count, len(tasks), size // _SHARE_BYTES))
+    shares: list[list[int]] = [[] for _ in range(count)]
+    before_bytes = 0
+    for position in order:
+        shares[min(count - 1, before_bytes * count // max(1, size))].append(position)
+        before_bytes += tasks[position].place.frame_bytes
+    return [share for share in shares if share]
 
 
 class ReaderLane:
@@ -80,20 +82,18 @@ class ReaderLane:
 
     def __init__(self, threads_count: int) -> None:
         self._lane = Lane("kvtier-nvme-read", threads_count)
-        self._readers = [Reader() for _ in range(threads_count)]
+        self._readers = [Reader(number) for number in range(threads_count)]
 
     async def read(self, tasks: Sequence[Task], timeout_s: float) -> list[Outcome | None]:
         """Do what can be done in time. Afterwards no thread touches the callers' memory.
 
         Segments are held until the threads are done with them. Raises OverloadedError.
         """
-        batch = Batch(tasks, Call())
-        size = sum(task.place.frame_bytes for task in tasks)
-        shares = max(1, min(self._lane.threads_count, len(tasks), size // _SHARE_BYTES))
+        batch = Batch(tasks, Call(), shared_out(tasks, self._lane.threads_count))
         held = {task.segment for task in tasks}
         for segment in held:
             segment.hold()
-        left = shares
+        left = len(batch.shares)
         futures: set[asyncio.Future[None]] = set()
 
         def done(_: object) -> None:
@@ -104,12 +104,12 @@ class ReaderLane:
                     segment.let_go()
 
         try:
-            for _ in range(shares):
-                future = self._lane.submit(lambda: self._work(batch))
+            for share in batch.shares:
+                future = self._lane.submit(partial(self._work, batch, share))
                 future.add_done_callback(done)
                 futures.add(future)
         except OverloadedError:
-            for _ in range(shares - len(futures)):
+            for _ in range(len(batch.shares) - len(futures)):
                 done(None)
             if not futures:
                 raise
@@ -123,9 +123,9 @@ class ReaderLane:
         """See `Lane.close`."""
         return await self._lane.close(timeout_s)
 
-    def _work(self, batch: Batch) -> None:
+    def _work(self, batch: Batch, share: Sequence[int]) -> None:
         reader = self._readers.pop()
         try:
-            batch.work(reader)
+            batch.work(share, reader)
         finally:
             self._readers.append(reader)

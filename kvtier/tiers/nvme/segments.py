@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,7 @@ from kvtier.tiers.nvme.layout import Place, aligned_frame, aligned_pages
 
 _SUFFIX: Final = ".segment"
 _STAGE_BYTES: Final = 8 << 20
+_STREAMS: Final = 2
 _UNCACHED: Final = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 RUN_BYTES: Final = _STAGE_BYTES
@@ -50,7 +51,7 @@ class Segment:
         """Where the next run goes; the loop's."""
         self.failures_count = 0
         """Reads and writes that the disk refused; the loop's."""
-        self._reading = -1
+        self._reading: list[int] = []
         self._writing = -1
         self._holds = 0
         self._writes = 0
@@ -72,11 +73,12 @@ class Segment:
             os.close(descriptor)
             self.path.unlink()
             raise
-        self._reading = descriptor
+        self._reading = [descriptor, *(_again(descriptor) for _ in range(_STREAMS))]
 
     def attach(self) -> None:
         """Open a file that is there, for reading. Raises OSError."""
-        self._reading = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._reading = [descriptor, *(_again(descriptor) for _ in range(_STREAMS))]
 
     def reopen(self) -> None:
         """Open an attached file for appending too. Raises OSError."""
@@ -120,27 +122,27 @@ class Segment:
         if written != run.nbytes:
             raise OSError(errno.EIO, f"{written} of {run.nbytes} bytes written")
 
-    def read(self, parts: Sequence[memoryview], offset: int) -> int:
-        """Fill the parts from the disk, and return how many bytes there were."""
-        return os.preadv(self._reading, parts, offset)
+    def read(self, parts: Sequence[memoryview], offset: int, reader: int = 0) -> int:
+        """Fill the parts from the disk, and return how many bytes there were.
+
+        The kernel reads ahead, in large pages, where it sees one stream from front to back: readers
+        of even and odd numbers have a descriptor each, and `read_cached` has one of its own.
+        """
+        return os.preadv(self._reading[1 + reader % _STREAMS], parts, offset)
 
     def read_cached(self, parts: Sequence[memoryview], offset: int) -> int:
         """As `read`, but only what the page cache has: never waits for the disk."""
         try:
-            return os.preadv(self._reading, parts, offset, os.RWF_NOWAIT)
+            return os.preadv(self._reading[0], parts, offset, os.RWF_NOWAIT)
         except OSError as error:
             if error.errno in _UNCACHED:
                 return 0
             raise
 
-    def fetch_ahead(self, offset: int, size: int) -> None:
-        """Have the kernel start to read. A hint: errors are those of the read that follows."""
-        os.posix_fadvise(self._reading, offset, size, os.POSIX_FADV_WILLNEED)
-
     def _close_if_unused(self) -> None:
-        if self._retired and not self._holds and self._reading >= 0:
-            os.close(self._reading)
-            self._reading = -1
+        if self._retired and not self._holds:
+            while self._reading:
+                os.close(self._reading.pop())
         if self._sealed and not self._writes and self._writing >= 0:
             os.close(self._writing)
             self._writing = -1
@@ -302,42 +304,78 @@ class Reader:
     gets its own memory back at once, and the reader's is not used again before its read is over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._was_cached = True
+        """The last frame; so is the next one, mostly."""
         self._memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
 
-    def read_frame(self, task: Task, call: Call, before_waiting: Callable[[], None]) -> Found:
-        """Read, verify and hand over one frame; `before_waiting` is called where it is not cached.
+    def read_frame(self, task: Task, call: Call) -> Found:
+        """Read, verify and hand over one frame.
 
         Raises FrameError where it is not what was asked for, ShortBufferError, OSError where the
         disk fails, AbandonedError once the call is over.
         """
         segment, place, request = task.segment, task.place, task.request
-        expected = FrameExpectation(request.name, request.payload_bytes)
         if request.payload_bytes not in {None, place.payload_bytes}:
-            return _refute(segment, place, expected)
+            return _refute(segment, place, _expected(request))
         if request.into is None:  # memory that nobody else knows of
             payload = memoryview(bytearray(place.payload_bytes))
-            return _read_whole(segment, place, expected, payload)
+            header = memoryview(bytearray(HEADER_BYTES))
+            present = segment.read(_parts(header, payload), place.offset, self._number)
+            _require_whole(present, place)
+            return Found(_verified(task, header, checksum(payload)), payload)
         if request.into.nbytes < place.payload_bytes:
             raise ShortBufferError
         payload = _flat(request.into)[: place.payload_bytes]
         with call.touching():
-            found = _read_cached(segment, place, expected, payload)
+            found = self._read_cached(task, payload)
         if found is not None:
             return found
-        before_waiting()
         memory = self._sized(place.frame_bytes)
-        present = segment.read([memory], place.offset)
+        present = segment.read([memory], place.offset, self._number)
         header, copied = memory[:HEADER_BYTES], memory[HEADER_BYTES:]
         _require_whole(present, place)
         with call.touching():
             taken = copy_checksum(payload, copied)
-        return Found(verify_copied(header, payload.nbytes, taken, expected), payload)
+        return Found(_verified(task, header, taken), payload)
+
+    def _read_cached(self, task: Task, payload: memoryview) -> Found | None:
+        """Into the caller's memory, without waiting; None where the page cache lacks some of it."""
+        segment, place = task.segment, task.place
+        header = memoryview(bytearray(HEADER_BYTES))
+        end = place.offset + place.frame_bytes
+        if not self._was_cached and not segment.read_cached([header[:1]], end - 1):
+            return None  # most likely; to copy half of it for nothing is dear
+        present = segment.read_cached(_parts(header, payload), place.offset)
+        self._was_cached = present == place.frame_bytes
+        if present < place.frame_bytes:
+            return None
+        return Found(_verified(task, header, checksum(payload)), payload)
 
     def _sized(self, size: int) -> memoryview:
         if size > self._memory.nbytes:
             self._memory = memoryview(mmap.mmap(-1, aligned_pages(size)))
         return self._memory[:size]
+
+
+def _expected(request: GetRequest) -> FrameExpectation:
+    return FrameExpectation(request.name, request.payload_bytes)
+
+
+def _verified(task: Task, header: memoryview, taken: int) -> FrameHeader:
+    """The header of a frame that was read whole and whose payload has the checksum `taken`.
+
+    There is one header that is right, and it is cheaper made than taken apart; only another one is
+    taken apart, to say what is wrong with it. Raises FrameError.
+    """
+    place = task.place
+    right = FrameHeader(
+        task.request.name, place.writer_id, place.payload_bytes, place.payload_checksum
+    )
+    if taken == place.payload_checksum and header == encode_header(right):
+        return right
+    return verify_copied(header, place.payload_bytes, taken, _expected(task.request))
 
 
 def _refute(segment: Segment, place: Place, expected: FrameExpectation) -> Found:
@@ -348,24 +386,6 @@ def _refute(segment: Segment, place: Place, expected: FrameExpectation) -> Found
     said = parse_header(header)
     verify_copied(header, said.payload_bytes, said.payload_checksum, expected)
     raise FrameError(FrameFault.LENGTH, "the index has another length than the frame")
-
-
-def _read_whole(
-    segment: Segment, place: Place, expected: FrameExpectation, payload: memoryview
-) -> Found:
-    header = memoryview(bytearray(HEADER_BYTES))
-    _require_whole(segment.read(_parts(header, payload), place.offset), place)
-    return Found(verify_copied(header, payload.nbytes, checksum(payload), expected), payload)
-
-
-def _read_cached(
-    segment: Segment, place: Place, expected: FrameExpectation, payload: memoryview
-) -> Found | None:
-    """Into the caller's memory, without waiting; None where the page cache has not all of it."""
-    header = memoryview(bytearray(HEADER_BYTES))
-    if segment.read_cached(_parts(header, payload), place.offset) < place.frame_bytes:
-        return None
-    return Found(verify_copied(header, payload.nbytes, checksum(payload), expected), payload)
 
 
 def _parts(header: memoryview, payload: memoryview) -> list[memoryview]:
@@ -380,6 +400,11 @@ def _require_whole(present: int, place: Place) -> None:
 
 def _flat(into: memoryview) -> memoryview:
     return into.cast("B") if into.nbytes else memoryview(bytearray())
+
+
+def _again(descriptor: int) -> int:
+    """Another description of the same file, which has a read-ahead of its own."""
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _open_direct(path: Path) -> int:
