@@ -48,6 +48,7 @@ from kvtier.store.lane import Lane
 from kvtier.store.naming import block_key, frame_name, writer_name
 from kvtier.store.reads import Reads
 from kvtier.store.values import (
+    SHARED_TIERS,
     Latencies,
     PinResult,
     PinTerms,
@@ -66,9 +67,6 @@ from kvtier.types import Fingerprint, Tier
 
 PROBE_S = 1.0
 """How long a tier may take to show that it is back."""
-SHARED_TIERS = frozenset({Tier.REDIS})
-"""Tiers that other nodes write too: what this store never put may be there."""
-
 _PROBE_NAME = FrameName(KeyKind.PREFIX_KEY, bytes(32), Fingerprint(bytes(32)))
 _EVERYTHING = ReadOptions()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Protocol
+from typing import Final, Protocol
 
 from kvtier.core.checks import require_integer
 from kvtier.core.eviction import PRIORITY_DEFAULT, PinToken
@@ -75,6 +75,11 @@ class StoreTier:
     checksum_of: Callable[[FrameName], int | None] | None = None
     """The payload's checksum of a block that it holds, without reading it. So the first bytes of a
     name are kept even where they are only below. None: the tier cannot say."""
+
+
+SHARED_TIERS: Final = frozenset({Tier.REDIS})
+"""Tiers that other nodes write too: what this store never put may be there, and what they hold is
+not announced as this store's."""
 
 
 class SharedTier(StrEnum):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.core.frame import FrameName
 from kvtier.ports import RemovalCause
-from kvtier.store.values import StoreListener
+from kvtier.store.values import SHARED_TIERS, StoreListener
 from kvtier.types import Tier
 
 RemovedHook = Callable[[Tier, Sequence[FrameName], RemovalCause], None]
@@ -28,18 +28,21 @@ class TierWatch:
         self._removed: RemovedHook | None = None
 
     def on_tier_stored(self, tier: Tier, names: Sequence[FrameName]) -> None:
-        """See `TierObserver`."""
+        """See `TierObserver`. Of a shared tier nothing is kept and nobody told."""
+        if tier in SHARED_TIERS:
+            return
         self._present.setdefault(tier, {}).update(dict.fromkeys(names))
         self._tell_stored(tier, names)
 
     def on_tier_removed(self, tier: Tier, names: Sequence[FrameName], cause: RemovalCause) -> None:
-        """See `TierObserver`."""
+        """See `TierObserver`. Of a shared tier only the store hears."""
         present = self._present.setdefault(tier, {})
         for name in names:
             present.pop(name, None)
         if self._removed is not None:
             self._removed(tier, names, cause)
-        if self._listener is not None and tier not in self._hidden:
+        is_told = tier not in self._hidden and tier not in SHARED_TIERS
+        if self._listener is not None and is_told:
             self._listener.on_removed(tier, names, cause)
 
     def found(self, tier: Tier, names: Sequence[FrameName]) -> None:

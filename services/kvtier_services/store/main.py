@@ -32,13 +32,20 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.metrics import Metrics
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig
+from kvtier.tiers.redis.caretaker import RedisCaretaker
+from kvtier.tiers.redis.holder import HolderPolicy
 from kvtier.types import InstanceId, NodeId
 from kvtier.wire import rpc
 from kvtier_services.store import metrics as table
 from kvtier_services.store import tiers as built
 from kvtier_services.store.config import StoreConfig, parse_quota
 from kvtier_services.store.leases import LeaseBook
-from kvtier_services.store.publishing import Announcer, DigestHashes, Identity
+from kvtier_services.store.publishing import (
+    Announcer,
+    DigestHashes,
+    Identity,
+    SharedAnnouncer,
+)
 from kvtier_services.store.reservations import ReservationBook
 from kvtier_services.store.service import Parts, StoreService
 from kvtier_services.store.stats import StatsView
@@ -151,9 +158,14 @@ async def serve(
         _bind(opened.metrics, parts, arena_server)
         tcp, local = await _servers(stack, config, parts, run_dir / SOCKET)
         table.read_service(opened.metrics, arena_server.stats, [tcp.guard, local.guard])
-        announcer.name(replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port)))
-        ticking = asyncio.create_task(_keep_time(reservations))
-        stack.push_async_callback(_cancelled, ticking)
+        identity = replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port))
+        announcer.name(identity)
+        stack.push_async_callback(_cancelled, asyncio.create_task(_keep_time(reservations)))
+        if tiers.redis is not None:
+            policy = HolderPolicy()
+            shared = SharedAnnouncer(config.index, identity, RedisCaretaker(tiers.redis, policy))
+            looking = asyncio.create_task(shared.run(policy.look_s))
+            stack.push_async_callback(_cancelled, looking)
         LOG.info("serving", bind=config.listen.bind, port=tcp.port, socket=str(run_dir / SOCKET))
         yield RunningStore(tcp.port, run_dir / SOCKET, arena_path, store, opened.metrics)
 

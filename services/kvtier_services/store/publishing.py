@@ -25,6 +25,16 @@ from kvtier.publisher import Publisher, PublisherStats
 from kvtier.sections import DialConfig
 from kvtier.store import TierWatch
 from kvtier.telemetry.logs import EventLog
+from kvtier.tiers.redis.caretaker import RedisCaretaker
+from kvtier.tiers.redis.holder import (
+    Began,
+    Completed,
+    Ended,
+    HolderEvent,
+    Removed,
+    Standing,
+    Stored,
+)
 from kvtier.types import Fingerprint, HolderKind, InstanceId, NodeId, Tier
 
 LOG = EventLog("kvtier_services.store")
@@ -187,6 +197,67 @@ class Announcer:
             publisher = Publisher(info, self._dial, listener=self).start()
             self._publishers[namespace] = publisher
         return publisher
+
+
+class SharedAnnouncer:
+    """Speaks for the shared Redis while this store is the one that was elected to."""
+
+    def __init__(self, dial: DialConfig, identity: Identity, caretaker: RedisCaretaker) -> None:
+        self._dial = dial
+        self._identity = identity
+        self._caretaker = caretaker
+        self._holder_id: str | None = None
+        self._publishers: dict[Fingerprint, Publisher] = {}
+
+    @property
+    def standing(self) -> Standing:
+        return self._caretaker.standing()
+
+    async def run(self, look_s: float) -> None:
+        """Look after the belief, and announce, until cancelled."""
+        try:
+            while True:
+                await self._caretaker.look()
+                for event in self._caretaker.poll():
+                    await self._take(event)
+                await asyncio.sleep(look_s)
+        finally:
+            await self._end()
+            await self._caretaker.close()
+
+    async def _take(self, event: HolderEvent) -> None:
+        match event:
+            case Began():
+                await self._end()
+                self._holder_id = event.holder_id
+            case Stored():
+                publisher = self._publisher(event.namespace)
+                if publisher is not None:
+                    publisher.store(Tier.REDIS, 0, np.array(event.hashes, np.uint64))
+            case Removed():
+                publisher = self._publishers.get(event.namespace)
+                if publisher is not None:
+                    publisher.remove(Tier.REDIS, np.array(event.hashes, np.uint64))
+            case Ended():
+                await self._end()
+            case Completed():
+                LOG.info("announcing the shared redis", namespaces=len(self._publishers))
+
+    def _publisher(self, namespace: Fingerprint) -> Publisher | None:
+        publisher = self._publishers.get(namespace)
+        full = len(self._publishers) >= STORE_NAMESPACES_MAX
+        if publisher is None and self._dial.targets and self._holder_id is not None and not full:
+            info = self._identity.shared(self._holder_id, namespace)
+            publisher = Publisher(info, self._dial).start()
+            self._publishers[namespace] = publisher
+        return publisher
+
+    async def _end(self) -> None:
+        """Publish no more. An index forgets the holder until the next announcer has begun."""
+        publishers = list(self._publishers.values())
+        self._publishers.clear()
+        self._holder_id = None
+        await asyncio.gather(*(asyncio.to_thread(p.close) for p in publishers))
 
 
 def _by_namespace(names: Sequence[FrameName]) -> dict[Fingerprint, list[FrameName]]:

@@ -59,7 +59,7 @@ class BuiltTiers:
 
 async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
     """Attach or start cold. Raises what the tiers raise where one cannot be had at all."""
-    redis = new_redis(config.redis) if config.redis.enabled else None
+    redis = new_redis(config.redis, watch) if config.redis.enabled else None
     nvme = await NvmeTier.open(nvme_config(config), watch) if config.nvme.enabled else None
     try:
         arena = new_arena(config.dram, watch)
@@ -87,10 +87,10 @@ def nvme_config(config: StoreConfig) -> NvmeConfig:
     return NvmeConfig(config.data_dir / "nvme", section.bytes_max, section.free_share)
 
 
-def new_redis(section: RedisSection) -> RedisTier:
+def new_redis(section: RedisSection, watch: TierWatch) -> RedisTier:
     """The shared Redis. Connects nothing yet. ConfigError for what cannot be meant."""
     config = RedisConfig(_server(section), bytes_max=section.bytes_max, ttl_s=section.ttl_s)
-    return RedisTier(config)
+    return RedisTier(config, watch)
 
 
 def _server(section: RedisSection) -> Server:
