@@ -54,6 +54,9 @@ SHARDS_COUNT_MAX: Final = 64
 INDEX_BYTES_MAX: Final = 64 << 30
 MATCH_BLOCKS_MAX: Final = 1 << 20
 """Blocks of one match query."""
+FOLLOWERS_COUNT_MAX: Final = 64
+"""Replicas that follow one index; each may have a long queue."""
+WATCHERS_COUNT_MAX: Final = 1024
 MATCH_QUERIES_MAX: Final = 1024
 """Queries of one Match call."""
 BATCH_BLOCKS_MAX: Final = 1 << 16

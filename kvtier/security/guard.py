@@ -78,8 +78,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if claim is not None and not self._policy.allows(claim, method):
             return self._refusal(Denial.ROLE)
         handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
+        if handler is None or not _is_asynchronous(handler):
+            return None  # UNIMPLEMENTED: gRPC's own base classes leave synchronous methods behind
 
         async def admit(context: Context) -> None:
             principal = self._principal(claim, context)
@@ -133,7 +133,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def _guarded(handler: Handler, admit: Admit) -> Handler:
-    """The same handler behind `admit`. TypeError for one that is not asynchronous."""
+    """The same handler, which is asynchronous, behind `admit`."""
     inner = _behaviour(handler)
     makers = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -142,13 +142,14 @@ def _guarded(handler: Handler, admit: Admit) -> Handler:
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     make = makers[handler.request_streaming, handler.response_streaming]
-    if inspect.isasyncgenfunction(inner):
-        behaviour = _guarded_generator(inner, admit)
-    elif inspect.iscoroutinefunction(inner):
-        behaviour = _guarded_coroutine(inner, admit)
-    else:
-        raise TypeError(f"{inner!r} is neither a coroutine function nor an async generator")
+    guard = _guarded_generator if inspect.isasyncgenfunction(inner) else _guarded_coroutine
+    behaviour = guard(inner, admit)
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def _is_asynchronous(handler: Handler) -> bool:
+    inner = _behaviour(handler)
+    return inspect.isasyncgenfunction(inner) or inspect.iscoroutinefunction(inner)
 
 
 def _behaviour(handler: Handler) -> Callable[..., Any]:

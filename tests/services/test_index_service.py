@@ -535,3 +535,24 @@ async def test_removes_of_a_namespace_the_index_never_saw_change_nothing() -> No
         await publisher.batch(1, events(rows))
         await publisher.acked(1)
         assert running.state.counts.blocks_unknown == 64
+
+
+@pytest.mark.parametrize(
+    ("method", "request_"),
+    [("Snapshot", pb.SnapshotRequest(follow=True)), ("WatchFleet", pb.WatchFleetRequest())],
+)
+async def test_one_receiver_too_many_is_turned_away_and_the_others_go_on(
+    method: str, request_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("FOLLOWERS_COUNT_MAX", "WATCHERS_COUNT_MAX"):
+        monkeypatch.setattr(f"kvtier_services.index.service.{limit}", 1)
+    async with an_index() as (_, channel):
+        first = unary(channel, method)(request_)
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await unary(channel, method)(request_).read()
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await RawPublisher(channel, worker_info("w1"), epoch=7).join([])
+        while "w1" not in str(await first.read()):
+            pass
+        first.cancel()

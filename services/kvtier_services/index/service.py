@@ -15,7 +15,7 @@ import grpc.aio
 
 from kvtier.core.reservations import Reservation, ReserveVerdict, RouterLife
 from kvtier.errors import CallerError, KvtierError, OverloadedError
-from kvtier.limits import BATCH_BLOCKS_MAX
+from kvtier.limits import BATCH_BLOCKS_MAX, FOLLOWERS_COUNT_MAX, WATCHERS_COUNT_MAX
 from kvtier.types import Epoch, HolderId, InstanceId, PrefixHash, Tier
 from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
@@ -142,6 +142,8 @@ class IndexService:
     # ---- replicas and watchers
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Context) -> AsyncIterator[bytes]:
+        if len(self._broadcast.followers) >= FOLLOWERS_COUNT_MAX:
+            await refuse(context, OverloadedError(f"{FOLLOWERS_COUNT_MAX} replicas follow already"))
         receiver = Receiver(FEED_QUEUED_BYTES_MAX)
         follower = Follower(receiver, frozenset(request.models))
         self._broadcast.followers.add(follower)
@@ -169,6 +171,8 @@ class IndexService:
     async def watch_fleet(
         self, request: pb.WatchFleetRequest, context: Context
     ) -> AsyncIterator[bytes]:
+        if len(self._broadcast.watchers) >= WATCHERS_COUNT_MAX:
+            await refuse(context, OverloadedError(f"{WATCHERS_COUNT_MAX} watch the fleet already"))
         receiver = Receiver(WATCH_QUEUED_BYTES_MAX)
         watcher = Watcher(receiver, frozenset(request.models))
         for message in self._broadcast.current_fleet(watcher):
