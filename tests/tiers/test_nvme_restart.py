@@ -1,5 +1,6 @@
 """The NVMe tier from start to start: what comes back, what a damaged or foreign directory does."""
 
+import asyncio
 import json
 import os
 import sys
@@ -27,6 +28,7 @@ from kvtier.types import ScopeId
 from tests.harness.processes import Launch, ProcessRunner
 from tests.harness.rights import requires_tmpfs, run_command
 from tests.harness.tmpfs import SmallTmpfs
+from tests.harness.waiting import eventually, eventually_async
 from tests.support.nvme_directory import (
     MIB,
     du,
@@ -375,7 +377,31 @@ async def test_a_tier_whose_blocks_were_all_dropped_gives_its_disk_back(tmp_path
     await fill(tier, range(1000))
     assert len(segments(tmp_path)) > 10
     assert await tier.drop(ByNames(tuple(tier.names())), soon()) == 1000
-    assert len(segments(tmp_path)) <= 1
+    await asyncio.to_thread(
+        eventually, lambda: len(segments(tmp_path)) <= 1, 10, "empty segments are deleted"
+    )
+    await tier.close()
+
+
+async def test_an_open_that_is_cancelled_leaves_the_directory_to_the_next_one(
+    tmp_path: Path,
+) -> None:
+    await filled(tmp_path)
+    opening = asyncio.ensure_future(NvmeTier.open(small(tmp_path)))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+
+    async def opened() -> NvmeTier | None:
+        try:
+            return await NvmeTier.open(small(tmp_path))
+        except UnavailableError:
+            return None
+
+    tier = await eventually_async(opened, 10, "the directory is free")
+    assert tier is not None
+    assert await held(tier, BLOCKS) == len(BLOCKS)
     await tier.close()
 
 

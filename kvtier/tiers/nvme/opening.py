@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from kvtier.errors import BackendError, CallerError
+from kvtier.limits import PAYLOAD_BYTES_MAX
 from kvtier.ports import TierObserver
 from kvtier.tiers.nvme.archive import Archive
 from kvtier.tiers.nvme.catalog import Catalog, CatalogDamagedError, CatalogFullError
@@ -35,6 +36,15 @@ class Opened:
     home: Home
     catalog: Catalog
     archive: Archive
+
+    def close(self) -> None:
+        """Give it all back, unused."""
+        for segment in self.archive.segments.values():
+            segment.seal()
+            segment.retire()
+        with contextlib.suppress(BackendError):
+            self.catalog.close()
+        self.home.close()
 
 
 def open_directory(config: NvmeConfig, observer: TierObserver | None) -> Opened:
@@ -166,6 +176,7 @@ def _place_of(key: bytes, packed: bytes) -> Place | None:
     """None for an entry that no release of this format wrote."""
     try:
         unpack_name(key)
-        return unpack_place(packed)
+        place = unpack_place(packed)
     except CallerError:
         return None
+    return place if place.payload_bytes <= PAYLOAD_BYTES_MAX else None

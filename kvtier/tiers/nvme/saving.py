@@ -126,7 +126,7 @@ class Saver:
         changes, unsaved_bytes = archive.take_changes()
         try:
             archive.overhead_bytes = await self._lane.submit(lambda: self._write(changes))
-        except BackendError as error:
+        except (BackendError, OSError) as error:
             archive.give_back_changes(changes, unsaved_bytes)
             archive.disk.index_failures += 1
             _LOG.warning("nvme tier: %s", error)
@@ -169,7 +169,7 @@ class Saver:
             archive.overhead_bytes = await self._lane.submit(
                 lambda: self._heal(illness, changes, entries)
             )
-        except BackendError as error:
+        except (BackendError, OSError) as error:
             archive.give_back_changes(changes, unsaved_bytes)
             illness.must_rebuild |= illness.catalog_broken and not isinstance(
                 error, CatalogFullError

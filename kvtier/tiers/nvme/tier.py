@@ -123,7 +123,12 @@ class NvmeTier:
         Raises UnavailableError where another process owns it, ConfigError for sizes that cannot be,
         BackendError where the disk refuses.
         """
-        return cls(config, await asyncio.to_thread(open_directory, config, observer), clock)
+        opening = asyncio.ensure_future(asyncio.to_thread(open_directory, config, observer))
+        try:
+            return cls(config, await asyncio.shield(opening), clock)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_give_back)
+            raise
 
     @property
     def tier(self) -> Tier:
@@ -173,10 +178,10 @@ class NvmeTier:
             keys = dict.fromkeys(map(pack_name, selection.names))
             count = archive.remove(keys, RemovalCause.DROPPED)
         else:
-            count = await self._drop_matching(selection)
+            count = await self._drop_matching(selection, deadline_s)
         if count:
             self._saver.changed()
-            await self._writer.sweep()
+            self._writer.sweep()
         if not isinstance(selection, ByNames):
             await self._saver.settle(deadline_s)
         return count
@@ -373,19 +378,29 @@ class NvmeTier:
             return Outcome.FAILURE
         return Outcome.CANCELLED if is_late else Outcome.SUCCESS
 
-    async def _drop_matching(self, selection: ByNamespace | ByScope | ByWriter) -> int:
+    async def _drop_matching(
+        self, selection: ByNamespace | ByScope | ByWriter, deadline_s: float
+    ) -> int:
         """Walk all names, in steps between which other calls are served."""
         ledger = self._archive.ledger
         count = 0
         for step in batched(ledger.snapshot(), _STEP_BLOCKS):
             matching = [key for key in step if _is_selected(selection, key, ledger.place(key))]
             count += self._archive.remove(matching, RemovalCause.DROPPED)
+            self._saver.changed()
             await asyncio.sleep(0)
+            self._require_time(deadline_s)
         return count
 
     def _require_time(self, deadline_s: float) -> None:
         if self._clock() >= deadline_s:
             raise DeadlineError("the deadline had passed before the call")
+
+
+def _give_back(opening: asyncio.Future[Opened]) -> None:
+    """Unlock a directory that nobody waits for any more."""
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _is_selected(

@@ -144,13 +144,14 @@ class Writer:
             self._turn.release()
         return results
 
-    async def sweep(self) -> None:
-        """Delete segments that have no blocks any more."""
+    def sweep(self) -> None:
+        """Delete segments that have no blocks any more, in the background."""
         archive = self._archive
-        for segment_id, segment in list(archive.segments.items()):
-            is_empty = not archive.ledger.live_count(segment_id)
-            if is_empty and segment is not archive.active and self._roll is None:
-                await self._evict(segment_id, RemovalCause.LOST)
+        if self._roll is not None:
+            return
+        for segment_id, segment in archive.segments.items():
+            if segment is not archive.active and not archive.ledger.live_count(segment_id):
+                self._in_background(self._evict(segment_id, RemovalCause.LOST))
 
     def quarantine(self, segment: Segment) -> None:
         """Give up a segment that the disk does not read, with all its blocks."""
@@ -448,7 +449,9 @@ class Writer:
     async def _move(self, keeping: Keeping, target: Segment, end: int) -> None:
         """Copy what is kept, have the index know it, and delete the segment."""
         archive = self._archive
-        source = archive.segments[keeping.segment_id]
+        source = archive.segments.get(keeping.segment_id)
+        if source is None:  # given up meanwhile
+            return
         source.hold()
         try:
             for group in self._groups(keeping, source):
