@@ -55,30 +55,46 @@ class Intake:
 
     A stream hands its message over and asks gRPC for the next one at once. So while the messages
     of all streams are taken in, one after the other, gRPC already fetches the next ones. A stream
-    has one message here at most: what it reads next arrives in a later turn. Work beyond
-    `TURN_S_MAX` waits for the next turn, behind the calls that came meanwhile.
+    has one message here at most. Work beyond `TURN_S_MAX` waits for the next turn, behind the calls
+    that came meanwhile; so does each next slice of a large snapshot, and what its stream says then.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, state: IndexState, clock: Callable[[], float]) -> None:
+        self._state = state
         self._clock = clock
+        self._is_due = False
         self._waiting: deque[tuple[PublishStream, pb.PublishRequest]] = deque()
         self._loop = asyncio.get_running_loop()
 
     def put(self, stream: "PublishStream", request: pb.PublishRequest) -> None:
-        if not self._waiting:
-            self._loop.call_soon(self._take_in)
         self._waiting.append((stream, request))
+        self._call_soon()
+
+    def _call_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._take_in)
 
     def _take_in(self) -> None:
-        until = self._clock() + TURN_S_MAX
-        now = 0.0
+        self._is_due = False
+        now = self._clock()
+        until = now + TURN_S_MAX
+        postponed = []
         try:
             while self._waiting and now < until:
                 stream, request = self._waiting.popleft()
-                now = stream.take(request)
+                if stream.is_replacing:
+                    postponed.append((stream, request))
+                else:
+                    now = stream.take(request)
+            if self._state.has_work:
+                done = self._state.work(now)
+                if isinstance(done, PublishStream):
+                    done.replaced()
         finally:  # a bug in one stream is reported by the loop and does not hold up the others
-            if self._waiting:
-                self._loop.call_soon(self._take_in)
+            self._waiting.extendleft(reversed(postponed))
+            if self._waiting or self._state.has_work:
+                self._call_soon()
 
 
 class PublishStream:
@@ -146,6 +162,8 @@ class PublishStream:
 
     async def _read(self, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
+            if not self._taken.is_set():
+                await self._taken.wait()
             self._taken.clear()
             self._intake.put(self, request)
             while len(self._replies) > REPLIES_COUNT_MAX or self._is_ending:
@@ -160,6 +178,17 @@ class PublishStream:
             while self._replies:
                 await context.write(self._replies.popleft())
             self._sent.set()
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether a large snapshot of this stream is on its way into the index."""
+        return self._known is not None and self._known.replacement is not None
+
+    def replaced(self) -> None:
+        """The snapshot is in, with all that was said after it: now it can be acknowledged."""
+        if self._known is not None:
+            self._ack_seq = self._known.acceptor.applied_seq
+            self._acknowledge()
 
     def take(self, request: pb.PublishRequest) -> float:
         """Handle one message; returns the time after that."""
@@ -272,8 +301,9 @@ class PublishStream:
             self._acknowledge()
         for action in outcome.actions:
             if isinstance(action, AckUpTo):
-                self._ack_seq = max(self._ack_seq, action.seq)
-                self._acknowledge()
+                if not self.is_replacing:
+                    self._ack_seq = max(self._ack_seq, action.seq)
+                    self._acknowledge()
             elif isinstance(action, Reply):
                 self._say(self._message(action))
                 if isinstance(action, Fence):

@@ -49,7 +49,7 @@ class IndexService:
         self._metrics = metrics
         self._clock = clock
         self._welcome = welcome
-        self._intake = Intake(clock)
+        self._intake = Intake(state, clock)
         self._answerer = Answerer(state, metrics, clock, broadcast.index_epoch)
 
     def handler(self) -> grpc.GenericRpcHandler:

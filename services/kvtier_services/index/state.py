@@ -7,12 +7,10 @@ the reservations. Every change of interest to others goes to `Changes`. Called f
 What must not live here: gRPC, asyncio, clocks (service.py), the queues of receivers (feed.py).
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, field
 from typing import Final, Protocol
-
-import numpy as np
 
 from kvtier.core.event_columns import EventKind, PackedBatch
 from kvtier.core.event_messages import (
@@ -39,7 +37,7 @@ from kvtier.core.events import (
 )
 from kvtier.core.fleet import Fleet, HolderInfo, HolderRecord
 from kvtier.core.membership import Forget, Hide, LeaseConfig, Leases, LeaseState, Renewal
-from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex, Snapshot
+from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
 from kvtier.core.reservations import (
     Reservation,
     ReservationConfig,
@@ -51,11 +49,15 @@ from kvtier.core.reservations import (
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
 from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
+from kvtier_services.index.replacing import SLICE_BLOCKS, Replacement
 
 STAGED_BLOCK_BYTES: Final = 22
 """A block of a snapshot on the wire, where each block is an event of its own."""
 CHUNK_BYTES: Final = 512
 """What a chunk of a snapshot costs beside its columns, about."""
+
+AT_ONCE_BLOCKS_MAX: Final = 4 * SLICE_BLOCKS
+"""A replacement of no more blocks than this is done at once: some five milliseconds."""
 
 Stream = tuple[HolderId, int]
 """(holder, shard): what has an epoch, a sequence and a lease of its own."""
@@ -97,6 +99,8 @@ class StreamState:
     """Who introduced itself last; what is staged came over it."""
     staged: list[PackedBatch] = field(default_factory=list)
     staged_bytes: int = 0
+    replacement: Replacement | None = None
+    """Under way: the index holds a part of what the acceptor has applied."""
     load: Load = field(default_factory=Load)
     heard_at: float = 0.0
     trust: Trust = Trust.DEGRADED
@@ -147,6 +151,7 @@ class IndexState:
         self._reserved: dict[HolderId, dict[int, tuple[Reservation, float]]] = {}
         """Per worker: ticket -> (reservation, when it expires)."""
         self._next_ticket = 1
+        self._replacing: deque[Stream] = deque()
 
     # ---- publishers
 
@@ -211,7 +216,8 @@ class IndexState:
     ) -> Outcome[PackedBatch]:
         """Keeps the lease of a stream and notices what got lost."""
         state = self._stream(stream)
-        held = self._digest(stream) if message.digest is not None else None
+        is_comparable = message.digest is not None and state.replacement is None
+        held = self._digest(stream) if is_comparable else None
         outcome = self._carry_out(stream, state.acceptor.heartbeat(message, held, now))
         if outcome.verdict is not Verdict.FENCED:
             state.heard_at = now
@@ -225,7 +231,9 @@ class IndexState:
     def snapshot(
         self, stream: Stream, message: SnapshotChunk[PackedBatch], now: float
     ) -> Outcome[PackedBatch]:
-        """A piece of everything that a stream holds; swapped in when it is whole.
+        """A piece of everything that a stream holds; when it is whole, it replaces what was held.
+
+        Of many blocks only the beginning is replaced here: see `work`.
 
         LimitError once the stream holds, or has sent of the snapshot, too much.
         """
@@ -325,6 +333,30 @@ class IndexState:
         self._end_reservations(self._reservations.tick(now))
         self._index.expire(now)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether `work` has something to go on with."""
+        return bool(self._replacing)
+
+    def work(self, now: float) -> object | None:
+        """One slice of the large replacements that are under way, in turns.
+
+        Returns the connection of a stream that now holds all that it has said, else None.
+        """
+        while self._replacing:
+            stream = self._replacing.popleft()
+            state = self._streams.get(stream)
+            if state is None or state.replacement is None:
+                continue  # forgotten, or begun anew
+            self._renew(stream, now)  # what it says meanwhile waits to be heard
+            if self._go_on(stream, state, state.replacement):
+                self._replacing.append(stream)
+                return None
+            state.acceptor.restore(DegradedReason.SNAPSHOT_PENDING)
+            self._tell_trust(stream, state)
+            return state.connection
+        return None
+
     def next_deadline(self) -> float | None:
         """Tick no later than this; None while nothing waits for time."""
         candidates = [self._leases.next_deadline(), self._reservations.next_deadline()]
@@ -409,26 +441,30 @@ class IndexState:
         for action in outcome.actions:
             if not isinstance(action, AckUpTo):  # nearly every message brings one
                 self._act(stream, state, action)
+        self._tell_trust(stream, state)
+        return outcome
+
+    def _tell_trust(self, stream: Stream, state: StreamState) -> None:
         if state.trust is not state.acceptor.trust:
             state.trust = state.acceptor.trust
             self._changes.holder_changed(stream[0])
-        return outcome
 
     def _act(self, stream: Stream, state: StreamState, action: Action[PackedBatch]) -> None:
         match action:
             case ApplyBatch():
-                self._apply(stream, state, action.payload)
-                self._changes.batch_applied(stream, action.payload)
+                if state.replacement is not None:
+                    state.replacement.later.append(action.payload)
+                else:
+                    self._apply(stream, state, action.payload)
             case StageChunk(_, batch):
                 state.staged.append(batch)
                 state.staged_bytes += batch.payload_bytes + CHUNK_BYTES
             case DiscardStaged():
                 state.staged, state.staged_bytes = [], 0
             case ReplaceWithSnapshot():
-                staged, state.staged, state.staged_bytes = state.staged, [], 0
-                self._replace(stream, staged)
-                self._changes.stream_replaced(stream)
+                self._begin_replacement(stream, state)
             case ClearStream():
+                state.replacement = None
                 self._index.clear(stream[0], shard=stream[1])
                 self._changes.stream_replaced(stream)
 
@@ -443,16 +479,35 @@ class IndexState:
         if result.evicted:
             self._mark_truncated()
         state.room_blocks -= result.stored
+        self._changes.batch_applied(stream, batch)
 
-    def _replace(self, stream: Stream, staged: list[PackedBatch]) -> None:
-        """Let a stream hold exactly what was staged."""
-        for tier in TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]:
-            result = self._index.load(stream[0], tier, stream[1], snapshot_of(staged, tier))
-            self.counts.blocks_stored += result.stored
-            self.counts.blocks_evicted += result.evicted
-            if result.evicted:
-                self._mark_truncated()
-        self._streams[stream].room_blocks = -1
+    def _begin_replacement(self, stream: Stream, state: StreamState) -> None:
+        """Let a stream hold exactly what was staged: at once, or with `work` if that is much."""
+        staged, state.staged, state.staged_bytes = state.staged, [], 0
+        tiers = TIERS_OF_KIND[self.fleet.record(stream[0]).key.kind]
+        replacement = Replacement(self._index, stream, tiers, staged)
+        state.replacement = replacement
+        if replacement.blocks_count <= AT_ONCE_BLOCKS_MAX:
+            while self._go_on(stream, state, replacement):
+                pass
+        else:
+            state.acceptor.degrade(DegradedReason.SNAPSHOT_PENDING)
+            self._replacing.append(stream)
+
+    def _go_on(self, stream: Stream, state: StreamState, replacement: Replacement) -> bool:
+        """One slice; False when the stream holds what it should, with all that came meanwhile."""
+        if replacement.go_on():
+            return True
+        state.replacement = None
+        self.counts.blocks_stored += replacement.stored_blocks
+        self.counts.blocks_evicted += replacement.evicted_blocks
+        if replacement.evicted_blocks:
+            self._mark_truncated()
+        state.room_blocks = -1
+        self._changes.stream_replaced(stream)
+        for batch in replacement.later:
+            self._apply(stream, state, batch)
+        return False
 
     def _mark_truncated(self) -> None:
         """Holders that lost blocks to the byte budget are DEGRADED: the index knows less."""
@@ -505,7 +560,9 @@ class IndexState:
         self._end_reservations(self._reservations.worker_gone(holder))
         for shard in record.shards:
             self._leases.leave((holder, shard))
-            self._streams.pop((holder, shard), None)
+            forgotten = self._streams.pop((holder, shard), None)
+            if forgotten is not None:
+                forgotten.replacement = None
         self.fleet.leave(holder)
         self._changes.holder_left(record)
 
@@ -533,14 +590,3 @@ def _fits(own_tiers: bytes, batch: PackedBatch) -> bool:
 
 def _only_stores(batch: PackedBatch) -> bool:
     return not batch.kinds.translate(None, _STORES)
-
-
-def snapshot_of(staged: list[PackedBatch], tier: Tier) -> Snapshot:
-    """The stores of one tier among staged batches, as the runs that they were sent in."""
-    batches = [batch.unpacked() for batch in staged]
-    hashes = [batch.hashes[np.repeat(batch.tiers == tier, batch.lengths)] for batch in batches]
-    lengths = [batch.lengths[batch.tiers == tier] for batch in batches]
-    return Snapshot(
-        hashes=np.concatenate(hashes) if hashes else np.empty(0, np.uint64),
-        run_lengths=np.concatenate(lengths) if lengths else np.empty(0, np.uint32),
-    )
