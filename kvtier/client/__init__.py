@@ -1,6 +1,6 @@
-"""Index and store as a library: ask, watch, reserve, publish; get and put blocks.
+"""The index as a library: ask, watch, reserve, publish. `blocking` is the same without asyncio.
 
-`blocking` and `store_blocking` are the same without asyncio.
+The store is `kvtier.client.store`, and `store_blocking` without asyncio.
 
 What must not live here: the embedded index (`kvtier.replica`).
 """
@@ -15,17 +15,9 @@ from kvtier.client.results import (
     Match,
     MatchedWorker,
 )
-from kvtier.client.store import (
-    BlockStoreClient,
-    ReadTerms,
-    SharedMemory,
-    StoreClientConfig,
-    WriteTerms,
-)
 from kvtier.core.workers import OwnReservation, WorkerName
 
 __all__ = [
-    "BlockStoreClient",
     "ClientConfig",
     "FleetChange",
     "FleetChangeKind",
@@ -34,12 +26,8 @@ __all__ = [
     "Match",
     "MatchedWorker",
     "OwnReservation",
-    "ReadTerms",
     "ReserveResult",
     "ReserveSession",
-    "SharedMemory",
-    "StoreClientConfig",
     "TokenPrompt",
     "WorkerName",
-    "WriteTerms",
 ]

@@ -28,7 +28,7 @@ _WRITE = WriteTerms()
 
 
 class BlockStoreClient:
-    """See `kvtier.client.BlockStoreClient`. A context manager; may be shared by threads."""
+    """See `kvtier.client.store.BlockStoreClient`. A context manager; may be shared by threads."""
 
     def __init__(self, dial: DialConfig, config: StoreClientConfig | None = None) -> None:
         self._config = config or StoreClientConfig()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from kvtier.client import BlockStoreClient
+from kvtier.client.store import BlockStoreClient
 from kvtier.types import Tier
 from tests.faults.store_client_process import WRITER_TTL_MS
 from tests.harness.processes import Launch, Process, ProcessRunner, kvtier_command, python_module

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.client import (
+from kvtier.client import store_blocking
+from kvtier.client.store import (
     BlockStoreClient,
     ReadTerms,
     SharedMemory,
     StoreClientConfig,
     WriteTerms,
-    store_blocking,
 )
 from kvtier.client.store_memory import Payload
 from kvtier.core.frame import FrameName, KeyKind

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.client import BlockStoreClient, ReadTerms, SharedMemory, StoreClientConfig
+from kvtier.client.store import BlockStoreClient, ReadTerms, SharedMemory, StoreClientConfig
 from kvtier.ports import GetResult
 from kvtier.sections import DialConfig
 from kvtier.tiers.arena.client import ArenaClientConfig
