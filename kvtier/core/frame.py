@@ -27,6 +27,7 @@ payload.
 """
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -80,6 +81,26 @@ class FrameName:
 
     def __hash__(self) -> int:
         return hash(self.key)  # a digest, and bytes keep their hash: tables of names look up often
+
+
+# Setters of its slots: what a frozen class costs more is a third of what a name costs.
+_SET_KEY_KIND: Final[Callable[[FrameName, KeyKind], None]] = vars(FrameName)["key_kind"].__set__
+_SET_KEY: Final[Callable[[FrameName, bytes], None]] = vars(FrameName)["key"].__set__
+_SET_NAMESPACE: Final[Callable[[FrameName, bytes], None]] = vars(FrameName)["namespace"].__set__
+_SET_CODEC_ID: Final[Callable[[FrameName, int], None]] = vars(FrameName)["codec_id"].__set__
+
+
+def prefix_key_name(key: bytes, namespace: bytes, codec_id: int) -> FrameName:
+    """A prefix key's name, of parts that were unpacked: 32 bytes each and a u32, not checked here.
+
+    For parsers of many names; everyone else makes a `FrameName`, which checks.
+    """
+    name = FrameName.__new__(FrameName)
+    _SET_KEY_KIND(name, KeyKind.PREFIX_KEY)
+    _SET_KEY(name, key)
+    _SET_NAMESPACE(name, namespace)
+    _SET_CODEC_ID(name, codec_id)
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,10 @@ class Residents:
         """Count held names as gone, and their pins."""
         if not names:
             return
-        for name in names:
-            self._pins.forget(name)
-            self._policy_pins.pop(name, None)
+        if self._policy_pins:  # which has every name that is pinned
+            for name in names:
+                self._pins.forget(name)
+                self._policy_pins.pop(name, None)
         evicted = cause is RemovalCause.EVICTED
         self._policy.on_removed(names, Removal.EVICTED if evicted else Removal.DROPPED)
         if self._observer is not None:

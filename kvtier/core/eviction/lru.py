@@ -6,6 +6,7 @@ would not do, because finding its oldest entry after many deletions is linear.
 What must not live here: pins by reason, priorities, sizes.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -57,7 +58,8 @@ class LruPolicy(Generic[K]):
     def on_stored(self, keys: Sequence[K], now: float, retention: Sequence[Retention] = ()) -> None:
         """Track and touch the keys of one chain; `now` and `retention` are not used."""
         check_room(len(self), len(keys))
-        self._use(keys, _Unknown.ADD)
+        if self._aside or self._returned or not self._add(keys):
+            self._use(keys, _Unknown.ADD)
 
     def on_touched(
         self, keys: Sequence[K], now: float, retention: Sequence[Retention] = ()
@@ -67,16 +69,19 @@ class LruPolicy(Generic[K]):
 
     def on_removed(self, keys: Iterable[K], removal: Removal = Removal.EVICTED) -> None:
         """Forget the keys and their pins."""
+        pop, has_pins = self._order.pop, len(self._pins) > 0
         for key in keys:
-            for held in (self._order, self._aside, self._returned):
-                if held.pop(key, None) is not None:
-                    break
-            self._pins.forget(key)
+            if pop(key, None) is None and self._aside.pop(key, None) is None:
+                self._returned.pop(key, None)
+            if has_pins:
+                self._pins.forget(key)
 
     def victims(self, count: int, now: float) -> list[K]:
         """Propose the oldest unpinned keys; the same answer again until something is told."""
         check_count(count)
         self._merge_returned()
+        if not len(self._pins):
+            return list(itertools.islice(self._order, count))
         chosen: list[K] = []
         met: list[K] = []
         for key in self._order:
@@ -97,6 +102,15 @@ class LruPolicy(Generic[K]):
         """Undo one pin."""
         if self._pins.unpin(key, token) and key in self._aside:
             self._returned[key] = self._aside.pop(key)
+
+    def _add(self, keys: Sequence[K]) -> bool:
+        """Add keys behind all others; False where some were there, and are not in order yet."""
+        before = len(self._order)
+        tail_first = self._touch_order is TouchOrder.TAIL_FIRST
+        stamps = range(self._stamp + 1, self._stamp + 1 + len(keys))
+        self._order.update(zip(reversed(keys) if tail_first else keys, stamps, strict=True))
+        self._stamp += len(keys)
+        return len(self._order) == before + len(keys)
 
     def _use(self, keys: Sequence[K], unknown: _Unknown) -> None:
         order, stamp = self._order, self._stamp

@@ -238,6 +238,25 @@ nb::bytes arena_read(nb::handle directory, nb::handle slots, nb::bytes names, nb
   return records;
 }
 
+nb::bytes arena_offsets(nb::handle segment, nb::handle payloads) {
+  const BufferView within(segment, "segment");
+  if (!PyList_Check(payloads.ptr()) && !PyTuple_Check(payloads.ptr())) {
+    refuse_type("payloads", "a list or tuple of buffers is needed");
+  }
+  const nb::object items = nb::steal(PySequence_Tuple(payloads.ptr()));  // exporting may run Python code
+  if (!items.is_valid()) nb::raise_python_error();
+  const std::size_t count = static_cast<std::size_t>(PyTuple_GET_SIZE(items.ptr()));
+  nb::bytes offsets = new_bytes(8 * count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const BufferView payload(PyTuple_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)), "payloads");
+    const std::uintptr_t begin = reinterpret_cast<std::uintptr_t>(within.data());
+    const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(payload.data());
+    const bool inside = at >= begin && payload.size() <= within.size() && at - begin <= within.size() - payload.size();
+    write_words(contents(offsets) + 8 * i, {payload.size() == 0 ? 0 : inside ? at - begin : arena::nowhere});
+  }
+  return offsets;
+}
+
 }  // namespace
 
 void bind_arena(nb::module_& m) {
@@ -246,6 +265,7 @@ void bind_arena(nb::module_& m) {
   m.def("arena_remove", &arena_remove, nb::arg("directory"), nb::arg("entries"), nb::arg("names"));
   m.def("arena_find", &arena_find, nb::arg("directory"), nb::arg("names"));
   m.def("arena_unchanged", &arena_unchanged, nb::arg("directory"), nb::arg("entries"), nb::arg("generations"));
+  m.def("arena_offsets", &arena_offsets, nb::arg("segment"), nb::arg("payloads"));
   m.def("arena_read", &arena_read, nb::arg("directory"), nb::arg("slots"), nb::arg("names"), nb::arg("lengths"),
         nb::arg("destinations"));
 }

@@ -26,7 +26,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.core.block_copy import copy_checksum
+from kvtier.core.block_copy import copy_checksum_pairs
 from kvtier.core.checks import require_integer
 from kvtier.core.frame import FrameExpectation, FrameHeader, FrameName, verify_copied
 from kvtier.errors import (
@@ -53,6 +53,7 @@ from kvtier.tiers.arena.directory import (
     ABI_VERSION,
     ANY_LENGTH,
     NATIVE,
+    NOWHERE,
     ArenaOperations,
     Read,
     ReadStatus,
@@ -77,10 +78,12 @@ _TOUCHES_MAX: Final = 256
 _GROUP_BYTES: Final = 4 << 20
 """Blocks of a put that are handed over together: the next group is copied meanwhile."""
 _GROUP_BLOCKS: Final = 16
-_FIRST_SHARE: Final = 0.25
+_FIRST_SHARE: Final = 0.375
 """Where blocks are staged, the first group is small, so that the store begins early; each is twice
-the one before."""
+the one before. No small one is left for the end: a group costs the store as much as some blocks."""
 _GROUPS_COUNT: Final = 4
+_TAIL: Final = 4
+"""At most a fourth of a group is no group of its own."""
 _ALIGNMENT: Final = 64
 _FDS_COUNT: Final = 3
 
@@ -145,7 +148,6 @@ class ArenaClient:
         self._touched: list[tuple[int, int]] = []
         self._corrupt: list[tuple[int, int]] = []
         self._allocated = config.staging_bytes
-        self._segment_address = _address(memory.segment.view)
         self._attached = True
         self._closed = False
 
@@ -239,25 +241,32 @@ class ArenaClient:
 
     def offset_in_segment(self, payload: memoryview) -> int | None:
         """Where in the segment a payload stands; None if it does not."""
-        if not payload.nbytes:
-            return 0
-        offset = _address(payload) - self._segment_address
-        inside = 0 <= offset <= self._memory.segment.view.nbytes - payload.nbytes
-        return offset if inside else None
+        return self.offsets_in_segment([payload])[0]
+
+    def offsets_in_segment(self, payloads: Sequence[memoryview]) -> list[int | None]:
+        """`offset_in_segment` of each."""
+        packed = self._operations.offsets(self._memory.segment.view, payloads)
+        offsets = np.frombuffer(packed, np.uint64).tolist()
+        return [None if offset == NOWHERE else offset for offset in offsets]
 
     @property
     def staging_bytes(self) -> int:
         """The part of the segment that `put_many` uses."""
         return self._config.staging_bytes
 
-    def stage(self, offset: int, payload: memoryview) -> int:
-        """Copy a payload into the staging area, under the lock; the checksum of what is there.
+    def stage(self, payloads: Sequence[tuple[int, memoryview]]) -> list[int]:
+        """Copy payloads to offsets of the staging area, under the lock; the checksums of what is
+        there.
 
         Stored past the caches: the store reads it on another core, and where that has a cache of
         its own, lines that wander between the two make a cached copy three times slower.
         """
-        target = self._memory.segment.view[offset : offset + payload.nbytes]
-        return copy_checksum(target, payload)
+        segment = self._memory.segment.view
+        targets = [segment[offset : offset + payload.nbytes] for offset, payload in payloads]
+        checksums: list[int] = copy_checksum_pairs(
+            targets, [payload for _, payload in payloads]
+        ).tolist()
+        return checksums
 
     def reserve(self, blocks: Sequence[Wanted], ttl_ms: int, deadline_s: float) -> list[Granted]:
         """Take slots for blocks that will be written into the segment and committed."""
@@ -465,8 +474,10 @@ class _Put:
         self._client = client
         self._requests = requests
         self._payloads = payloads
-        self._places = [client.offset_in_segment(payload) for payload in payloads]
+        self._places = client.offsets_in_segment(payloads)
         self._deadline_s = deadline_s
+        self._aligned = [-(-payload.nbytes // _ALIGNMENT) * _ALIGNMENT for payload in payloads]
+        """What each takes of the staging area, unless it is in the segment already."""
         self._results: dict[int, PutResult] = {}
         self._handed: deque[_Group] = deque()
         self._at = 0
@@ -487,44 +498,52 @@ class _Put:
 
     def _groups(self) -> Iterator[list[int]]:
         """Positions of blocks that go together, in order."""
-        group: list[int] = []
-        group_bytes = 0
-        share = _FIRST_SHARE if None in self._places else 1.0
-        for i, payload in enumerate(self._payloads):
-            size = self._staged_bytes(i)
-            if size > self._client.staging_bytes:
+        staging_bytes, sizes = self._client.staging_bytes, self._aligned
+        fitting = []
+        for i, (size, place) in enumerate(zip(sizes, self._places, strict=True)):
+            if place is None and size > staging_bytes:
                 self._results[i] = PutResult(PutStatus.REFUSED, Refusal.TOO_LONG)
-                continue
-            full = group_bytes + payload.nbytes > share * _GROUP_BYTES
-            if group and (full or len(group) >= share * _GROUP_BLOCKS):
-                yield group
-                group, group_bytes, share = [], 0, min(1.0, 2 * share)
-            group.append(i)
-            group_bytes += payload.nbytes
-        if group:
-            yield group
+            else:
+                fitting.append(i)
+        group_bytes = min(_GROUP_BYTES, staging_bytes // _GROUPS_COUNT)
+        share = _FIRST_SHARE if None in self._places else 1.0
+        left = sum(sizes[i] for i in fitting)
+        while fitting:
+            count, taken = 1, sizes[fitting[0]]
+            for i in fitting[1:]:
+                full = taken + sizes[i] > share * group_bytes or count >= share * _GROUP_BLOCKS
+                if full and not self._is_tail(len(fitting) - count, left - taken, group_bytes):
+                    break
+                count, taken = count + 1, taken + sizes[i]
+            yield fitting[:count]
+            fitting, left, share = fitting[count:], left - taken, min(1.0, 2 * share)
 
-    def _staged_bytes(self, i: int) -> int:
-        """What a block takes of the staging area: nothing where it is in the segment already."""
-        if self._places[i] is not None:
-            return 0
-        return -(-self._payloads[i].nbytes // _ALIGNMENT) * _ALIGNMENT
+    def _is_tail(self, blocks: int, size: int, group_bytes: int) -> bool:
+        """Whether so few blocks are left that they go with the ones before."""
+        return _TAIL * blocks <= _GROUP_BLOCKS and _TAIL * size <= group_bytes
 
     def _hand_over(self, positions: list[int]) -> None:
-        need = sum(map(self._staged_bytes, positions))
-        group = _Group(self._client.new_tag(), positions, *self._room(need))
+        places, aligned, payloads = self._places, self._aligned, self._payloads
+        staged = [i for i in positions if places[i] is None]
+        start, end = self._room(sum([aligned[i] for i in staged]))
+        group = _Group(self._client.new_tag(), positions, start, end)
+        at = dict(
+            zip(
+                staged,
+                itertools.accumulate([aligned[i] for i in staged], initial=start),
+                strict=False,
+            )
+        )
+        seen = dict(
+            zip(staged, self._client.stage([(at[i], payloads[i]) for i in staged]), strict=True)
+        )
         blocks = []
-        at = group.start
         for i in positions:
-            request, payload = self._requests[i], self._payloads[i]
-            offset, checksum = self._places[i], request.payload_checksum
-            if offset is None:
-                offset = at
-                staged = self._client.stage(at, payload)
-                checksum = staged if checksum is None else checksum
-                at += self._staged_bytes(i)
-            wanted = Wanted(request.name, payload.nbytes, request.owner, request.retention)
-            blocks.append(BlockToCommit(wanted, offset, checksum))
+            request, place, checksum = self._requests[i], places[i], seen.get(i)
+            if request.payload_checksum is not None:
+                checksum = request.payload_checksum
+            wanted = Wanted(request.name, payloads[i].nbytes, request.owner, request.retention)
+            blocks.append(BlockToCommit(wanted, at[i] if place is None else place, checksum))
         self._client.send(messages.pack_commit(group.tag, blocks), self._deadline_s)
         self._handed.append(group)
 
@@ -622,8 +641,3 @@ def _answer(
 
 def _length(request: GetRequest) -> int:
     return ANY_LENGTH if request.payload_bytes is None else request.payload_bytes
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, TypeAlias
 
+import numpy as np
+
 from kvtier import _native
 from kvtier.core.checks import require_integer
 from kvtier.core.checksum import checksum, pure_checksum
@@ -160,7 +162,13 @@ def parsed_name(packed: bytes) -> FrameName:
 
 def packed_names(names: Sequence[FrameName]) -> bytes:
     """The names one after another, as `ArenaOperations` take them."""
-    return b"".join(map(packed_name, names))
+    pack = _NAME.pack
+    return b"".join(
+        [
+            pack(_NAME_HEAD, name.key_kind, len(name.key), name.codec_id, name.key, name.namespace)
+            for name in names
+        ]
+    )
 
 
 packed_block: Final = _BLOCK.pack
@@ -230,6 +238,10 @@ class ArenaOperations(Protocol):
         """A byte each, 1 where the entry still has that generation; ask after the slot was read."""
         ...
 
+    def offsets(self, segment: Buffer, payloads: Sequence[BytesLike]) -> bytes:
+        """Where in the segment each payload stands, as packed u64; NOWHERE if it does not."""
+        ...
+
     def read(
         self,
         directory: Buffer,
@@ -271,7 +283,13 @@ class NativeOperations:
     remove = staticmethod(_native.arena_remove)
     find = staticmethod(_native.arena_find)
     unchanged = staticmethod(_native.arena_unchanged)
+    offsets = staticmethod(_native.arena_offsets)
     read = staticmethod(_native.arena_read)
+
+
+def _address(buffer: BytesLike) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 class PureOperations:
@@ -349,6 +367,16 @@ class PureOperations:
             now = _word(directory, layout.entry_at(int(entry)))
             answers.append(serving and now == int(generation) and now % 2 == 0)
         return bytes(answers)
+
+    def offsets(self, segment: Buffer, payloads: Sequence[BytesLike]) -> bytes:
+        start = _address(segment)
+        packed = []
+        for payload in payloads:
+            size = memoryview(payload).nbytes  # type: ignore[arg-type]
+            offset = _address(payload) - start if size else 0
+            inside = 0 <= offset <= segment.nbytes - size
+            packed.append(_WORD.pack(offset if inside else NOWHERE))
+        return b"".join(packed)
 
     def read(
         self,

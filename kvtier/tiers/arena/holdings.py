@@ -105,7 +105,8 @@ class Holdings:
         self._slabs = slabs
         self._residents = residents
         self._entries = SlotAllocator(layout.entries_count)
-        self._by_slab: dict[int, dict[FrameName, None]] = {}
+        self._by_slab: dict[int, dict[int, None]] = {}
+        """Entries of the blocks in each slab."""
         self._reserved = 0
 
     @property
@@ -124,7 +125,7 @@ class Holdings:
 
     def reserve_many(self, wanted: Sequence[Wanted]) -> list[Reservation | Refusal]:
         """Take a slot and an entry each, evicting what is cold and not pinned, or say why not."""
-        sizes = [_slot_bytes(one) for one in wanted]
+        sizes = _slots_bytes(wanted)
         taken: list[Reservation | Refusal] = []
         for size, group in itertools.groupby(range(len(wanted)), key=sizes.__getitem__):
             positions = list(group)
@@ -151,6 +152,9 @@ class Holdings:
         CallerError for a reservation that is not open.
         """
         require_open_reservations(reservations)
+        names = [reservation.wanted.name for reservation in reservations]
+        if self.held.keys().isdisjoint(names) and len(set(names)) == len(names):
+            return self._publish_fresh(reservations, checksums)
         results: list[PutResult | None] = []
         fresh: dict[FrameName, tuple[Reservation, int]] = {}
         for reservation, checksum in zip(reservations, checksums, strict=True):
@@ -168,7 +172,10 @@ class Holdings:
             else:
                 fresh[wanted.name] = (reservation, checksum)
                 results.append(None)
-        published = iter(self._publish_fresh(list(fresh.values())))
+        first_ones = list(fresh.values())
+        published = iter(
+            self._publish_fresh([one for one, _ in first_ones], [seen for _, seen in first_ones])
+        )
         return [next(published) if result is None else result for result in results]
 
     def abort(self, reservations: Iterable[Reservation]) -> None:
@@ -191,68 +198,86 @@ class Holdings:
 
     def remove(self, names: Sequence[FrameName], cause: RemovalCause) -> None:
         """Make held blocks unfindable and free their slots; readers in the middle of one miss."""
-        if not names:
-            return
-        gone = [self.held.pop(name) for name in names]
-        entries = np.array([held.entry for held in gone], np.uint32)
+        if names:
+            self._slabs.free([held.slot for held in self._withdraw(names, cause)])
+
+    def _withdraw(self, names: Sequence[FrameName], cause: RemovalCause) -> list[Held]:
+        """`remove`, but for the slots, which stay taken."""
+        gone = list(map(self.held.pop, names))
+        ids = [held.entry for held in gone]
+        entries = np.array(ids, np.uint32)
         self._operations.remove(self._directory, entries, packed_names(names))
-        for name, held in zip(names, gone, strict=True):
+        for entry, held in zip(ids, gone, strict=True):
             neighbours = self._by_slab[held.slot.slab]
-            del neighbours[name]
+            del neighbours[entry]
             if not neighbours:
                 del self._by_slab[held.slot.slab]
-            del self.by_entry[held.entry]
-        self._slabs.free([held.slot for held in gone])
+            del self.by_entry[entry]
         self._entries.free(entries)
         self.tally.removals[cause] += len(names)
         self._residents.remove(names, cause)
+        return gone
 
-    def _publish_fresh(self, fresh: Sequence[tuple[Reservation, int]]) -> list[PutResult]:
+    def _publish_fresh(
+        self, fresh: Sequence[Reservation], checksums: Sequence[int]
+    ) -> list[PutResult]:
+        """Publish slots of distinct names that are not held."""
         if not fresh:
             return []
-        generations = self._operations.publish(
-            self._directory,
-            packed_names([reservation.wanted.name for reservation, _ in fresh]),
-            b"".join(
-                packed_block(
-                    reservation.entry,
-                    reservation.slot.offset,
-                    reservation.wanted.owner.writer_id,
-                    reservation.wanted.payload_bytes,
-                    checksum,
-                )
-                for reservation, checksum in fresh
-            ),
+        wanted = [reservation.wanted for reservation in fresh]
+        blocks = [
+            packed_block(
+                reservation.entry,
+                reservation.slot.offset,
+                one.owner.writer_id,
+                one.payload_bytes,
+                checksum,
+            )
+            for reservation, one, checksum in zip(fresh, wanted, checksums, strict=True)
+        ]
+        names = [one.name for one in wanted]
+        packed = self._operations.publish(self._directory, packed_names(names), b"".join(blocks))
+        generations: list[int] = np.frombuffer(packed, np.uint64).tolist()
+        if all(generations):
+            self._keep(fresh, checksums, generations)
+            self._residents.store(names, [one.retention for one in wanted])
+            return [_STORED] * len(fresh)
+        placed = [i for i, generation in enumerate(generations) if generation]
+        self._keep(
+            [fresh[i] for i in placed],
+            [checksums[i] for i in placed],
+            [generations[i] for i in placed],
         )
-        results = []
-        stored = []
-        for (reservation, checksum), generation in zip(
-            fresh, np.frombuffer(generations, np.uint64).tolist(), strict=True
-        ):
-            if generation == 0:
-                self.abort([reservation])
-                results.append(PutResult(PutStatus.ERROR, "directory_full"))
-                continue
-            self._keep(reservation, checksum, generation)
-            stored.append(reservation.wanted)
-            results.append(_STORED)
-        self._residents.store([one.name for one in stored], [one.retention for one in stored])
-        return results
+        self._residents.store([names[i] for i in placed], [wanted[i].retention for i in placed])
+        self.abort(
+            [one for one, generation in zip(fresh, generations, strict=True) if not generation]
+        )
+        full = PutResult(PutStatus.ERROR, "directory_full")
+        return [_STORED if generation else full for generation in generations]
 
-    def _keep(self, reservation: Reservation, checksum: int, generation: int) -> None:
-        wanted, slot = reservation.wanted, reservation.slot
-        self.held[wanted.name] = Held(
-            reservation.entry,
-            generation,
-            slot,
-            wanted.owner.writer_id,
-            wanted.owner.scope,
-            wanted.payload_bytes,
-            checksum,
-        )
-        self.by_entry[reservation.entry] = wanted.name
-        self._by_slab.setdefault(slot.slab, {})[wanted.name] = None
-        self._close(reservation)
+    def _keep(
+        self, published: Sequence[Reservation], checksums: Sequence[int], generations: Sequence[int]
+    ) -> None:
+        held, by_entry, by_slab = self.held, self.by_entry, self._by_slab
+        for one, checksum, generation in zip(published, checksums, generations, strict=True):
+            wanted, slot, entry = one.wanted, one.slot, one.entry
+            name, owner = wanted.name, wanted.owner
+            held[name] = Held(
+                entry,
+                generation,
+                slot,
+                owner.writer_id,
+                owner.scope,
+                wanted.payload_bytes,
+                checksum,
+            )
+            by_entry[entry] = name
+            neighbours = by_slab.get(slot.slab)
+            if neighbours is None:
+                neighbours = by_slab[slot.slab] = {}
+            neighbours[entry] = None
+            one.state = ReservationState.CLOSED
+        self._reserved -= len(published)
 
     def _close(self, reservation: Reservation) -> None:
         reservation.state = ReservationState.CLOSED
@@ -276,8 +301,13 @@ class Holdings:
             victims = self._victims(size, count - len(slots))
             if not victims:
                 break
-            self.remove(victims, RemovalCause.EVICTED)
-            slots += self._slabs.allocate_up_to(size, count - len(slots))
+            freed = [held.slot for held in self._withdraw(victims, RemovalCause.EVICTED)]
+            fitting = [slot for slot in freed if slot.size == size][: count - len(slots)]
+            slots += fitting  # as they are: most blocks are of one size
+            if len(fitting) < len(freed):
+                kept = {(slot.slab, slot.index) for slot in fitting}
+                self._slabs.free([s for s in freed if (s.slab, s.index) not in kept])
+                slots += self._slabs.allocate_up_to(size, count - len(slots))
         return slots
 
     def _victims(self, size: int, count: int) -> list[FrameName]:
@@ -288,27 +318,38 @@ class Holdings:
         new class then stores, not more.
         """
         coldest = self._residents.coldest(count)
-        fitting = list(
-            itertools.takewhile(lambda n: is_close(self.held[n].slot.size, size), coldest)
-        )
+        fitting = 0
+        for name in coldest:
+            if not is_close(self.held[name].slot.size, size):
+                break
+            fitting += 1
         if fitting:
-            return fitting
+            return coldest[:fitting]
         coldest = self._residents.coldest(_LOOKAHEAD_BLOCKS)
         for name in coldest:
             if is_close(self.held[name].slot.size, size):
                 return [name]
         for name in coldest:
             slot = self.held[name].slot
-            neighbours = self._by_slab[slot.slab]
+            neighbours = [self.by_entry[entry] for entry in self._by_slab[slot.slab]]
             whole = self._slabs.taken_count(slot.slab) == len(neighbours)
             if whole and not any(map(self._residents.is_pinned, neighbours)):
-                return list(neighbours)
+                return neighbours
         return coldest[:1]
 
 
-def _slot_bytes(wanted: Wanted) -> int:
-    lengths = Lengths.FIXED if wanted.name.codec_id == 0 else Lengths.VARYING
-    return slot_bytes(wanted.payload_bytes, lengths)
+def _slots_bytes(wanted: Iterable[Wanted]) -> list[int]:
+    """The slot sizes of blocks, most of which have one length."""
+    known: dict[tuple[int, bool], int] = {}
+    sizes = []
+    for one in wanted:
+        kind = (one.payload_bytes, one.name.codec_id == 0)
+        size = known.get(kind)
+        if size is None:
+            lengths = Lengths.FIXED if kind[1] else Lengths.VARYING
+            size = known[kind] = slot_bytes(one.payload_bytes, lengths)
+        sizes.append(size)
+    return sizes
 
 
 def require_open_reservations(reservations: Iterable[Reservation]) -> None:

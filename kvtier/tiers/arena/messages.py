@@ -14,12 +14,12 @@ from enum import IntEnum
 from typing import Final
 
 from kvtier.core.eviction import Retention
-from kvtier.core.frame import FrameName
+from kvtier.core.frame import FrameName, KeyKind, prefix_key_name
 from kvtier.errors import CallerError
 from kvtier.ports import BlockOwner, PutResult, PutStatus
 from kvtier.tiers.arena.directory import NAME_BYTES, packed_name, parsed_name
 from kvtier.tiers.arena.holdings import Wanted
-from kvtier.types import ScopeId
+from kvtier.types import Fingerprint, ScopeId
 
 MESSAGE_BYTES_MAX: Final = 96 << 10
 ITEMS_COUNT_MAX: Final = 256
@@ -31,7 +31,12 @@ _WELCOME: Final = struct.Struct("<IQQ")
 _OWNED: Final = struct.Struct("<QBdH")
 _COUNT: Final = struct.Struct("<H")
 _COMMIT: Final = struct.Struct("<QQQQBH")
-_COMMIT_ITEM: Final = struct.Struct(f"<{NAME_BYTES}sQQQQBH")
+_COMMIT_ITEM: Final = struct.Struct("<16sI12s32s32sQQQQBH")
+"""The five parts of a packed name, split where the codec id is, and a `_COMMIT`."""
+_PREFIX_NAME_BEGIN: Final = packed_name(
+    FrameName(KeyKind.PREFIX_KEY, bytes(32), Fingerprint(bytes(32)))
+)[:16]
+_NAME_ZEROS: Final = bytes(12)
 _RESERVE: Final = struct.Struct("<Q")
 _ID: Final = struct.Struct("<Q")
 _PAIR: Final = struct.Struct("<QQ")
@@ -41,6 +46,7 @@ _RESULT: Final = struct.Struct("<BB")
 _STATUSES: Final = tuple(PutStatus)
 _PLAIN_RESULTS: Final = tuple(PutResult(status) for status in _STATUSES)
 _STATUS_IDS: Final = {status: i for i, status in enumerate(_STATUSES)}
+_PLAIN_PACKED: Final = {status: _RESULT.pack(i, 0) for i, status in enumerate(_STATUSES)}
 
 
 class Kind(IntEnum):
@@ -154,11 +160,16 @@ def parse_welcome(body: bytes) -> Welcome:
 
 
 def pack_commit(tag: int, blocks: Sequence[BlockToCommit]) -> bytes:
-    owners: dict[bytes, int] = {}
-    parts = []
+    owners: dict[tuple[int, str, int, float | None], int] = {}
+    parts = [b""]
     for block in blocks:
         wanted, checksum = block.wanted, block.payload_checksum
-        owner = owners.setdefault(_owned(wanted.owner, wanted.retention), len(owners))
+        owner, retention = wanted.owner, wanted.retention
+        owned = (owner.writer_id, owner.scope, retention.priority, retention.expires_at)
+        position = owners.get(owned)
+        if position is None:
+            position = owners[owned] = len(owners)
+            parts[0] += _owned(owner, retention)
         parts.append(packed_name(wanted.name))
         parts.append(
             _COMMIT.pack(
@@ -167,11 +178,10 @@ def pack_commit(tag: int, blocks: Sequence[BlockToCommit]) -> bytes:
                 block.reservation_id,
                 checksum or 0,
                 checksum is not None,
-                owner,
+                position,
             )
         )
-    head = _COUNT.pack(len(owners)) + b"".join(owners)
-    return pack(Kind.COMMIT, len(blocks), tag, head + b"".join(parts))
+    return pack(Kind.COMMIT, len(blocks), tag, _COUNT.pack(len(owners)) + b"".join(parts))
 
 
 def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:
@@ -183,14 +193,24 @@ def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:
     if len(items) != count * _COMMIT_ITEM.size:
         raise CallerError(f"{len(items)} bytes for {count} blocks to commit")
     blocks = []
-    for name, offset, size, reservation, checksum, has_checksum, owner in _COMMIT_ITEM.iter_unpack(
-        items
-    ):
+    for i, fields in enumerate(_COMMIT_ITEM.iter_unpack(items)):
+        begin, codec_id, zeros, key, namespace, *rest = fields
+        offset, size, reservation, checksum, has_checksum, owner = rest
         if owner >= owners_count:
             raise CallerError("a block's owner is not in its message")
-        wanted = Wanted(parsed_name(name), size, *owners[owner])
+        if begin == _PREFIX_NAME_BEGIN and zeros == _NAME_ZEROS:
+            name = prefix_key_name(key, namespace, codec_id)
+        else:
+            start = i * _COMMIT_ITEM.size
+            name = parsed_name(items[start : start + NAME_BYTES])
+        by, retention = owners[owner]
         blocks.append(
-            BlockToCommit(wanted, offset, checksum if has_checksum else None, reservation)
+            BlockToCommit(
+                Wanted(name, size, by, retention),
+                offset,
+                checksum if has_checksum else None,
+                reservation,
+            )
         )
     return blocks
 
@@ -230,10 +250,15 @@ def parse_granted(count: int, body: bytes) -> list[Granted]:
 
 
 def pack_results(tag: int, results: Sequence[PutResult]) -> bytes:
-    return pack(Kind.ANSWER, len(results), tag, b"".join(map(_result, results)))
+    packed = [_result(one) if one.reason else _PLAIN_PACKED[one.status] for one in results]
+    return pack(Kind.ANSWER, len(results), tag, b"".join(packed))
 
 
 def parse_results(count: int, body: bytes) -> list[PutResult]:
+    if len(body) == count * _RESULT.size and not any(body[1::2]):
+        if any(status >= len(_STATUSES) for status in body[::2]):
+            raise CallerError("a status is not known")
+        return [_PLAIN_RESULTS[status] for status in body[::2]]
     reader = _Reader(body)
     results = [reader.result() for _ in range(count)]
     reader.end()

@@ -200,7 +200,7 @@ class ArenaServer:
         With a reservation the block goes into its slot; one that has expired is refused, and its
         slot is free from then on, since its writer is done.
         """
-        payloads = [self._in_segment(session, block) for block in blocks]
+        payloads = _in_segment(session.segment.view, blocks)
         if not any(block.reservation_id for block in blocks):
             return await self._write(blocks, payloads, deadline_s)
         taken = [
@@ -313,12 +313,6 @@ class ArenaServer:
             held.payload_bytes,
             held.payload_checksum,
         )
-
-    def _in_segment(self, session: Session, block: BlockToCommit) -> memoryview:
-        end = block.segment_offset + block.wanted.payload_bytes
-        if end > session.segment.view.nbytes:
-            raise CallerError("a block to commit is outside its segment")
-        return session.segment.view[block.segment_offset : end]
 
 
 class ArenaListener:
@@ -460,6 +454,17 @@ class ArenaListener:
         deadline_s = self._server.now() + _ANSWER_S
         results = await self._server.commit(session, blocks, deadline_s)
         return messages.pack_results(head.tag, results)
+
+
+def _in_segment(segment: memoryview, blocks: Sequence[BlockToCommit]) -> list[memoryview]:
+    places = [
+        (block.segment_offset, block.segment_offset + block.wanted.payload_bytes)
+        for block in blocks
+    ]
+    limit = segment.nbytes
+    if any(end > limit for _, end in places):
+        raise CallerError("a block to commit is outside its segment")
+    return [segment[start:end] for start, end in places]
 
 
 async def _send(connection: socket.socket, message: bytes) -> None:

@@ -137,13 +137,19 @@ class SlabAllocator:
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Give used slots back; a slab without used slots is nobody's again."""
-        by_slab: dict[int, list[Slot]] = {}
+        by_slab: dict[int, list[int]] = {}
+        sizes: dict[int, Slot] = {}
         for slot in slots:
-            by_slab.setdefault(slot.slab, []).append(slot)
+            group = by_slab.get(slot.slab)
+            if group is None:
+                group = by_slab[slot.slab] = []
+                sizes[slot.slab] = slot
+            group.append(slot.index)
         for slab, group in by_slab.items():
-            self._slabs[slab].slots.free([slot.index for slot in group])
-            self._taken_bytes -= sum(slot.size for slot in group)
-            self._reopen(group[0])
+            one = sizes[slab]
+            self._slabs[slab].slots.free(group)
+            self._taken_bytes -= one.size * len(group)
+            self._reopen(one)
 
     def quarantine(self, slot: Slot) -> None:
         """Keep a used slot from everybody until `release_quarantine`."""

@@ -435,45 +435,65 @@ class ArenaTier:
         declared: Sequence[int | None],
     ) -> list[PutResult]:
         held = self._holdings.held
+        if held.keys().isdisjoint([one.name for one in wanted]):
+            return await self._write_fresh(wanted, payloads, declared)
         known = [(held[one.name], i) for i, one in enumerate(wanted) if one.name in held]
         fresh = [i for i, one in enumerate(wanted) if one.name not in held]
-        answers = self._holdings.reserve_many([wanted[i] for i in fresh])
-        steps = list(zip(answers, fresh, strict=True))
-        taken = [(step, i) for step, i in steps if isinstance(step, Reservation)]
-        results = {
-            i: PutResult(PutStatus.REFUSED, step) for step, i in steps if isinstance(step, Refusal)
-        }
-        reservations = [step for step, _ in taken]
-        copied = await self._copy(reservations, [payloads[i] for _, i in taken])
-        published = self._publish(reservations, copied, [declared[i] for _, i in taken])
-        results |= {i: result for (_, i), result in zip(taken, published, strict=True)}
-        if known:
-            offered = await self._run(
-                sum(payloads[i].nbytes for _, i in known),
-                lambda: [checksum(payloads[i]) for _, i in known],
-            )
-            for (first, i), seen in zip(known, offered, strict=True):
-                wrong = declared[i] not in {None, seen}
-                compared = first.compared(payloads[i].nbytes, seen)
-                results[i] = PutResult(PutStatus.CORRUPT) if wrong else compared
+        written = await self._write_fresh(
+            [wanted[i] for i in fresh], [payloads[i] for i in fresh], [declared[i] for i in fresh]
+        )
+        results = dict(zip(fresh, written, strict=True))
+        offered = await self._run(
+            sum(payloads[i].nbytes for _, i in known),
+            lambda: [checksum(payloads[i]) for _, i in known],
+        )
+        for (first, i), seen in zip(known, offered, strict=True):
+            wrong = declared[i] not in {None, seen}
+            compared = first.compared(payloads[i].nbytes, seen)
+            results[i] = PutResult(PutStatus.CORRUPT) if wrong else compared
         return [results[i] for i in range(len(wanted))]
+
+    async def _write_fresh(
+        self,
+        wanted: Sequence[Wanted],
+        payloads: Sequence[memoryview],
+        declared: Sequence[int | None],
+    ) -> list[PutResult]:
+        """Reserve, copy and publish blocks of which none was there when this began."""
+        answers = self._holdings.reserve_many(wanted)
+        reservations = [one for one in answers if isinstance(one, Reservation)]
+        if len(reservations) == len(answers):
+            copied = await self._copy(reservations, payloads)
+            return self._publish(reservations, copied, declared)
+        taken = [i for i, one in enumerate(answers) if isinstance(one, Reservation)]
+        copied = await self._copy(reservations, [payloads[i] for i in taken])
+        published = iter(self._publish(reservations, copied, [declared[i] for i in taken]))
+        return [
+            PutResult(PutStatus.REFUSED, one) if isinstance(one, Refusal) else next(published)
+            for one in answers
+        ]
 
     def _count_puts(self, wanted: Sequence[Wanted], results: Sequence[PutResult]) -> None:
         tally = self._holdings.tally
-        for one, result in zip(wanted, results, strict=True):
-            tally.puts[result.status] += 1
-            if result.status is PutStatus.STORED:
-                tally.payload_bytes_written += one.payload_bytes
+        tally.puts.update([result.status for result in results])
+        tally.payload_bytes_written += sum(
+            [
+                one.payload_bytes
+                for one, result in zip(wanted, results, strict=True)
+                if result.status is PutStatus.STORED
+            ]
+        )
 
     async def _copy(
         self, reservations: Sequence[Reservation], payloads: Sequence[memoryview]
     ) -> list[int]:
         """Copy each payload into its slot; the checksums of what was stored."""
-        views = [self.writable(reservation) for reservation in reservations]
+        slots = self.slots_memory.view
+        sizes = [reservation.wanted.payload_bytes for reservation in reservations]
+        starts = [reservation.slot.offset for reservation in reservations]
+        views = [slots[at : at + size] for at, size in zip(starts, sizes, strict=True)]
         try:
-            copied = await self._run(
-                sum(view.nbytes for view in views), lambda: copy_checksum_pairs(views, payloads)
-            )
+            copied = await self._run(sum(sizes), lambda: copy_checksum_pairs(views, payloads))
         except (asyncio.CancelledError, CallerError):
             self._holdings.abort(reservations)
             raise
