@@ -52,27 +52,32 @@ def readable(payload: Payload) -> memoryview:
 
     CallerError for a tensor of a device and for what has no plain bytes.
     """
+    if isinstance(payload, bytes | bytearray | memoryview):
+        return _flat(memoryview(payload))
+    if isinstance(payload, np.ndarray):
+        return _array_view(np.ascontiguousarray(payload))
+    # Last, because looking for a protocol's members costs microseconds.
     if isinstance(payload, TensorLike):
         _require_cpu(payload)
         return _tensor_view(payload if payload.is_contiguous() else payload.contiguous())
-    if isinstance(payload, np.ndarray):
-        return _array_view(np.ascontiguousarray(payload))
-    return _flat(memoryview(payload))
+    raise CallerError(f"{type(payload).__name__} is neither a buffer, an array nor a tensor")
 
 
 def writable(target: Payload) -> memoryview:
     """The memory of a target, to be filled. CallerError unless it is contiguous and writable."""
-    if isinstance(target, TensorLike):
+    if isinstance(target, bytes | bytearray | memoryview):
+        view = _flat(memoryview(target))
+    elif isinstance(target, np.ndarray):
+        if not target.flags.c_contiguous:
+            raise CallerError("an array to read into must be contiguous")
+        view = _array_view(target)
+    elif isinstance(target, TensorLike):
         _require_cpu(target)
         if not target.is_contiguous():
             raise CallerError("a tensor to read into must be contiguous")
         return _tensor_view(target)
-    if isinstance(target, np.ndarray):
-        if not target.flags.c_contiguous:
-            raise CallerError("an array to read into must be contiguous")
-        view = _array_view(target)
     else:
-        view = _flat(memoryview(target))
+        raise CallerError(f"{type(target).__name__} is neither a buffer, an array nor a tensor")
     if view.readonly:
         raise CallerError("memory to read into must be writable")
     return view

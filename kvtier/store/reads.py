@@ -135,21 +135,25 @@ class Reads:
         results: dict[int, GetResult],
         options: ReadOptions,
     ) -> _Step:
+        step = _Step()
         asked: list[int] = []
         wanted: list[Wanted] = []
         for i in pending:
             want = self.wanted(requests[i].name, requests[i].payload_bytes, options)
-            if isinstance(want, GetResult):
-                results[i] = want
-            else:
+            if isinstance(want, Wanted):
                 asked.append(i)
                 wanted.append(want)
+            elif want.status is GetStatus.MISS and self._is_held(requests[i].name):
+                step.served.append(i)
+            else:
+                results[i] = want
         actions = self._books.planner.read(wanted, self._parts.clock())
         self._books.carry_out(actions)
-        step = _Step()
         for i, action in zip(asked, _answers(actions), strict=True):
             match action:
                 case Serve():
+                    step.served.append(i)
+                case Skip(reason=Reason.MISS) if self._is_held(requests[i].name):
                     step.served.append(i)
                 case Skip():
                     results[i] = _SKIPPED.get(action.reason, _MISS)
@@ -168,6 +172,10 @@ class Reads:
         written = self._writes.find(action.key)
         if written is not None:
             step.written[i] = written
+
+    def _is_held(self, name: FrameName) -> bool:
+        """Whether a block that the planner has let go is in DRAM all the same, for a reader."""
+        return self._books.is_held(name) and self._parts.watch.holds(Tier.DRAM, name)
 
     def wanted(
         self, name: FrameName, payload_bytes: int | None, options: ReadOptions
@@ -262,12 +270,17 @@ class Reads:
         asked: list[int] = []
         wanted: list[Wanted] = []
         for i, (name, payload_bytes) in enumerate(names):
+            if self._parts.watch.holds(Tier.DRAM, name) and not self._books.is_leaving(name):
+                found[i] = Presence.RESIDENT
+                continue
             want = self.wanted(name, payload_bytes, options)
             if isinstance(want, GetResult):
                 found[i] = _PRESENCE[want.status]
             else:
                 asked.append(i)
                 wanted.append(want)
+        if not wanted:
+            return [found[i] for i in range(len(names))]
         actions = self._books.planner.prefetch(wanted, self._parts.clock())
         self._books.carry_out(actions)
         for i, action in zip(asked, _answers(actions), strict=True):

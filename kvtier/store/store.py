@@ -220,7 +220,19 @@ class TieredStore:
             raise BackendError(f"could not drop from {', '.join(failed)}")
         return count
 
-    # Pins
+    # Pins and holds
+
+    def hold(self, names: Sequence[FrameName]) -> None:
+        """Put off that the planner evicts blocks from DRAM, until as many `let_go`.
+
+        For readers of shared memory, briefly: see `Books.hold`. What the tier itself evicts must be
+        held there too.
+        """
+        self._books.hold(names)
+
+    def let_go(self, names: Sequence[FrameName]) -> None:
+        """Undo one `hold` of each."""
+        self._books.let_go(names)
 
     def pin(self, names: Sequence[FrameName], terms: PinTerms) -> PinResult:
         """Keep blocks that are in DRAM there, until `unpin` or the end of the terms.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.core.checks import DIGEST_BYTES, require_integer
 from kvtier.core.eviction import PRIORITY_MAX, Retention
-from kvtier.core.frame import FrameName, KeyKind
+from kvtier.core.frame import FrameName, KeyKind, frame_names
 from kvtier.errors import CallerError, LimitError
 from kvtier.limits import LEASE_MS_MAX, NAME_BYTES_MAX, PAYLOAD_BYTES_MAX, TIER_BATCH_BLOCKS_MAX
 from kvtier.ports import BlockOwner, GetStatus, PutStatus
@@ -75,11 +75,8 @@ def names_from(message: pb.BlockNames) -> list[FrameName]:
     kind = message.key_kind or KeyKind.PREFIX_KEY.value
     if kind not in KeyKind.__members__.values():
         raise CallerError(f"key_kind {kind} is none")
-    namespace, codec_id = Fingerprint(message.namespace), message.codec_id
-    return [
-        FrameName(KeyKind(kind), message.keys[at : at + length], namespace, codec_id)
-        for at in range(0, len(message.keys), length)
-    ]
+    namespace = Fingerprint(message.namespace)
+    return frame_names(KeyKind(kind), message.keys, length, namespace, message.codec_id)
 
 
 def lengths_from(column: bytes, count: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from kvtier.core.frame import (
     FrameName,
     KeyKind,
     encode_header,
+    frame_names,
     header_of,
     parse_header,
     payload_of,
@@ -359,3 +360,23 @@ def test_a_header_outside_its_fields_is_refused(change: dict[str, object]) -> No
 def test_an_expectation_that_no_frame_can_meet_is_refused(payload_bytes: object) -> None:
     with pytest.raises(CallerError, match="payload_bytes"):
         FrameExpectation(NAME, payload_bytes)  # type: ignore[arg-type]
+
+
+def test_names_made_at_once_are_the_names_made_one_by_one() -> None:
+    keys = bytes(range(96))
+    namespace = Fingerprint(b"n" * 32)
+    for kind, size in ((KeyKind.PREFIX_KEY, 32), (KeyKind.ENGINE_DIGEST, 16)):
+        single = [
+            FrameName(kind, keys[at : at + size], namespace, 7) for at in range(0, len(keys), size)
+        ]
+        assert frame_names(kind, keys, size, namespace, 7) == single
+        assert list(map(hash, frame_names(kind, keys, size, namespace, 7))) == list(
+            map(hash, single)
+        )
+    assert frame_names(KeyKind.PREFIX_KEY, b"", 32, namespace) == []
+
+
+@pytest.mark.parametrize("size", [0, -1, 7, 31, 33, 95])
+def test_names_of_no_whole_keys_are_refused(size: int) -> None:
+    with pytest.raises(CallerError):
+        frame_names(KeyKind.PREFIX_KEY, bytes(96), size, Fingerprint(b"n" * 32))

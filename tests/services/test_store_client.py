@@ -135,7 +135,8 @@ async def test_blocks_from_below_come_through_shared_memory(tmp_path: Path) -> N
         assert Tier.DRAM in (await client.contains(names(0)))[0]
 
         async def no_leases() -> bool:
-            return running.store.stats().pins == 0
+            page = running.metrics.render().decode()
+            return "kvtier_store_leases 0.0" in page
 
         await eventually_async(no_leases, 10, "the leases end with the call")
 

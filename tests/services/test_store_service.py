@@ -110,12 +110,12 @@ async def test_acquired_blocks_are_leased_until_the_stream_ends(tmp_path: Path) 
         assert blocks.u64s_from("lengths", answer.lengths) == (BLOCK, BLOCK)
         sums = blocks.u64s_from("checksums", answer.checksums)
         assert sums == (checksum(payload_of(1, BLOCK)), checksum(payload_of(2, BLOCK)))
-        assert running.store.stats().pins == 1
+        assert await counted(client, "leases") == 2
         for n in range(100, 300):
             await client.put_numbers(n)
         assert await client.get([1, 2]) == [payload_of(1, BLOCK), payload_of(2, BLOCK)]
         call.cancel()
-        await no_pins(running)
+        await nothing_held(running, client)
 
 
 async def test_a_lease_ends_by_release_and_by_time(tmp_path: Path) -> None:
@@ -125,11 +125,11 @@ async def test_a_lease_ends_by_release_and_by_time(tmp_path: Path) -> None:
         answer = await call.read()
         await client.ask("Release", pb.ReleaseLeasesRequest(lease_ids=answer.lease_ids))
         assert await call.read() is grpc.aio.EOF
-        await no_pins(running)
+        await nothing_held(running, client)
         short = client.stream("Acquire", acquiring(1, ttl_ms=50))
         assert (await short.read()).statuses == b"\0"
         assert await short.read() is grpc.aio.EOF
-        await no_pins(running)
+        await nothing_held(running, client)
 
 
 async def test_a_lease_through_the_arenas_socket_holds_against_the_planner(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ async def test_a_lease_through_the_arenas_socket_holds_against_the_planner(tmp_p
             assert arena.is_valid([one for one in leased if one is not None]) == [True]
         finally:
             arena.close()
-        await no_pins(running)
+        await nothing_held(running, client)
 
 
 def acquiring(*numbers: int, ttl_ms: int = 10_000) -> pb.AcquireRequest:
@@ -152,12 +152,18 @@ def acquiring(*numbers: int, ttl_ms: int = 10_000) -> pb.AcquireRequest:
     )
 
 
-async def no_pins(running: RunningStore) -> None:
+async def counted(client: Client, name: str) -> int:
+    stats = await client.ask("Stats", pb.StoreStatsRequest())
+    return next((c.count for c in stats.counts if c.name == name), 0)
+
+
+async def nothing_held(running: RunningStore, client: Client) -> None:
     async def none_left() -> bool:
         stats = running.store.stats()
-        return stats.pins == 0 and stats.tiers[Tier.DRAM].stats.blocks_pinned == 0
+        pinned = stats.pins + stats.tiers[Tier.DRAM].stats.blocks_pinned
+        return pinned + await counted(client, "leases") == 0
 
-    await eventually_async(none_left, 10, "no pins")
+    await eventually_async(none_left, 10, "no pins and no leases")
 
 
 async def reserve(client: Client, *numbers: int, ttl_ms: int = 10_000) -> tuple[list[int], bytes]:
@@ -233,7 +239,7 @@ async def test_a_pin_keeps_blocks_and_an_unpin_lets_them_go(tmp_path: Path) -> N
             await client.put_numbers(n)
         assert await client.get([1]) == [payload_of(1, BLOCK)]
         await client.ask("Unpin", pb.UnpinBlocksRequest(pin_id=pinned.pin_id))
-        await no_pins(running)
+        await nothing_held(running, client)
 
 
 async def test_dropped_blocks_are_gone_for_every_kind_of_client(tmp_path: Path) -> None:
@@ -392,6 +398,6 @@ async def test_acquired_blocks_come_up_from_the_disk_into_shared_memory(tmp_path
             assert bytes(statuses) == bytes(8)
             assert read_shared(arena, *wanted) == [True] * 8
             call.cancel()
-            await no_pins(running)
+            await nothing_held(running, client)
         finally:
             arena.close()

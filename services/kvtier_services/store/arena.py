@@ -7,21 +7,58 @@ What must not live here: sessions, gRPC.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvtier.core.eviction import PRIORITY_MAX, PinToken
+from kvtier.core.eviction import LruPolicy, PinToken, Removal
 from kvtier.core.frame import FrameName
-from kvtier.core.planner import Block, PinId
+from kvtier.core.planner import Block
 from kvtier.errors import KvtierError
-from kvtier.limits import LEASE_MS_MAX
 from kvtier.ports import PutRequest, PutResult, PutStatus
-from kvtier.store import PinTerms, TieredStore, held_block
+from kvtier.store import TieredStore, held_block
 from kvtier.tiers.arena.holdings import Reservation, Wanted
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
 from kvtier.tiers.tally import payload_view
 
-LEASE_TERMS = PinTerms(LEASE_MS_MAX / 1000, PRIORITY_MAX)
-"""A lease ends by its own time; the planner's pin behind it only must not end before."""
+
+class HeldPolicy(LruPolicy[FrameName]):
+    """LRU that does not offer what is held. A hold costs nothing until it would be offered: only
+    then the name is pinned aside, as pins of LRU do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[FrameName, int] = {}
+        self._aside_pins: dict[FrameName, PinToken] = {}
+
+    def hold(self, names: Sequence[FrameName]) -> None:
+        """Keep names out of `victims` until as many `let_go`."""
+        for name in names:
+            self._held[name] = self._held.get(name, 0) + 1
+
+    def let_go(self, names: Sequence[FrameName]) -> None:
+        """Undo one `hold` of each."""
+        for name in names:
+            count = self._held.pop(name, 1) - 1
+            if count:
+                self._held[name] = count
+            elif name in self._aside_pins:
+                super().unpin(name, self._aside_pins.pop(name))
+
+    def victims(self, count: int, now: float) -> list[FrameName]:
+        """See `Policy.victims`."""
+        while True:
+            chosen = super().victims(count, now)
+            held = [name for name in chosen if name in self._held]
+            if not held:
+                return chosen
+            for name in held:
+                self._aside_pins[name] = super().pin(name)
+
+    def on_removed(self, keys: Iterable[FrameName], removal: Removal = Removal.EVICTED) -> None:
+        """See `Policy.on_removed`."""
+        gone = list(keys)
+        for name in gone:
+            self._aside_pins.pop(name, None)
+        super().on_removed(gone, removal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +79,10 @@ class GovernedArena(ArenaTier):
 
     def __init__(self, config: ArenaConfig, shape: ArenaShape | None = None) -> None:
         """See `ArenaTier`."""
-        super().__init__(config, shape)
+        self._holds = HeldPolicy()
+        super().__init__(config, replace(shape or ArenaShape(), policy=self._holds))
         self.store: TieredStore | None = None
-        self._leases: dict[tuple[FrameName, PinToken], list[PinId]] = {}
+        self._leased: dict[tuple[FrameName, PinToken], int] = {}
 
     @property
     def payload_bytes_max(self) -> int:
@@ -127,29 +165,32 @@ class GovernedArena(ArenaTier):
             self.store.touch(names)
 
     def pin(self, name: FrameName) -> PinToken | None:
-        """A lease: the planner must not take the block away either."""
+        """A lease of the arena's own server: neither the arena nor the planner evicts the block."""
         if self.store is None:
             return None
         token = super().pin(name)
-        if token is None:
-            return None
-        try:
-            pinned = self.store.pin([name], LEASE_TERMS)
-        except KvtierError:
-            super().unpin(name, token)
-            return None
-        if not pinned.names:
-            self.store.unpin(pinned.pin_id)
-            super().unpin(name, token)
-            return None
-        self._leases.setdefault((name, token), []).append(pinned.pin_id)
+        if token is not None:
+            self.store.hold((name,))
+            self._leased[name, token] = self._leased.get((name, token), 0) + 1
         return token
 
     def unpin(self, name: FrameName, token: PinToken) -> None:
-        """End of a lease."""
+        """End of a lease. Harmless when it has ended."""
         super().unpin(name, token)
-        held = self._leases.get((name, token), [])
-        if held and self.store is not None:
-            self.store.unpin(held.pop())
-        if not held:
-            self._leases.pop((name, token), None)
+        count = self._leased.pop((name, token), 0)
+        if count > 1:
+            self._leased[name, token] = count - 1
+        if count and self.store is not None:
+            self.store.let_go((name,))
+
+    def hold(self, names: Sequence[FrameName]) -> None:
+        """Keep blocks from being evicted by anybody, until as many `let_go`; cheaper than pins."""
+        self._holds.hold(names)
+        if self.store is not None:
+            self.store.hold(names)
+
+    def let_go(self, names: Sequence[FrameName]) -> None:
+        """Undo one `hold` of each."""
+        self._holds.let_go(names)
+        if self.store is not None:
+            self.store.let_go(names)

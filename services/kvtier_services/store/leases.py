@@ -1,22 +1,23 @@
 """Leases of blocks in shared memory, each tied to the stream that took it.
 
 A lease keeps a block from leaving DRAM while a device reads it; it ends with its stream, by
-`Release`, or with its time. What must not live here: bringing blocks up, gRPC.
+`Release`, or with its time. All of them together hold at most a share of the arena: the rest is for
+puts. What must not live here: bringing blocks up, gRPC.
 """
 
 import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
-from kvtier.core.eviction import PRIORITY_MAX
 from kvtier.core.frame import FrameName
-from kvtier.core.planner import PinId
-from kvtier.errors import OverloadedError
 from kvtier.limits import STORE_LEASES_MAX
-from kvtier.store import PinTerms, TieredStore
 from kvtier.tiers.arena.holdings import Held
 from kvtier_services.store.arena import GovernedArena
+
+LEASED_SHARE_MAX: Final = 0.5
+"""Of the arena's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,74 +29,63 @@ class Leased:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
-    """Blocks that one pin holds; the pin ends with the last of them."""
-
-    pin_id: PinId
-    open: int
-
-
-@dataclass(slots=True, eq=False)
 class LeaseStream:
     """What one Acquire holds. `ended` is set when it holds nothing any more."""
 
-    leases: dict[int, _Batch] = field(default_factory=dict)
+    leases: dict[int, tuple[FrameName, int]] = field(default_factory=dict)
+    """By id: the block, and the bytes that it counts for."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LeaseBook:
     """All leases of a store. Of one event loop."""
 
-    def __init__(self, store: TieredStore, arena: GovernedArena) -> None:
-        self._store = store
+    def __init__(self, arena: GovernedArena) -> None:
         self._arena = arena
+        self._bytes_max = int(arena.stats().bytes_max * LEASED_SHARE_MAX)
         self._ids = itertools.count(1)
         self._streams: dict[int, LeaseStream] = {}
+        self.leased_bytes = 0
 
     @property
     def count(self) -> int:
         return len(self._streams)
 
-    def take(
-        self, stream: LeaseStream, names: Sequence[FrameName], ttl_s: float
-    ) -> list[Leased | None]:
-        """Lease blocks that are in DRAM; None for one that is not, or that cannot be held."""
-        if len(self._streams) + len(names) > STORE_LEASES_MAX:
-            return [None] * len(names)
-        try:
-            pinned = self._store.pin(names, PinTerms(ttl_s, PRIORITY_MAX))
-        except OverloadedError:
-            return [None] * len(names)
-        kept = set(pinned.names)
-        batch = _Batch(pinned.pin_id, 0)
+    def take(self, stream: LeaseStream, names: Sequence[FrameName]) -> list[Leased | None]:
+        """Lease blocks that are in DRAM; None for one that is not, or past a ceiling."""
         leased: list[Leased | None] = []
+        taken: list[FrameName] = []
         for name in names:
-            held = self._arena.held(name) if name in kept else None
-            if held is None:
+            held = self._arena.held(name)
+            if held is None or not self._has_room(held.slot.size):
                 leased.append(None)
                 continue
             lease_id = next(self._ids)
-            batch.open += 1
-            stream.leases[lease_id] = batch
+            self.leased_bytes += held.slot.size
             self._streams[lease_id] = stream
+            stream.leases[lease_id] = (name, held.slot.size)
+            taken.append(name)
             leased.append(Leased(lease_id, held))
-        if not batch.open:
-            self._store.unpin(batch.pin_id)
+        self._arena.hold(taken)
         return leased
 
     def release(self, lease_ids: Iterable[int]) -> None:
         """End leases. Unknown ids are ignored: telling twice is harmless."""
+        freed: list[FrameName] = []
         for lease_id in lease_ids:
             stream = self._streams.pop(lease_id, None)
             if stream is None:
                 continue
-            batch = stream.leases.pop(lease_id)
-            batch.open -= 1
-            if not batch.open:
-                self._store.unpin(batch.pin_id)
+            name, size = stream.leases.pop(lease_id)
+            self.leased_bytes -= size
+            freed.append(name)
             if not stream.leases:
                 stream.ended.set()
+        self._arena.let_go(freed)
 
     def close(self, stream: LeaseStream) -> None:
         """End all that a stream holds."""
         self.release(list(stream.leases))
+
+    def _has_room(self, size: int) -> bool:
+        return len(self._streams) < STORE_LEASES_MAX and self.leased_bytes + size <= self._bytes_max

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -29,7 +30,7 @@ from kvtier.security import AccessRole, Policy, SecureServer
 from kvtier.store import TieredStore, TierWatch, open_store
 from kvtier.store.gates import ByteGate
 from kvtier.telemetry.logs import EventLog
-from kvtier.telemetry.metrics import Metrics
+from kvtier.telemetry.metrics import Metrics, Readings
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig
 from kvtier.tiers.redis.caretaker import RedisCaretaker
@@ -126,8 +127,9 @@ async def serve(
         stack.callback(tiers.arena.release)
         listener.start()
         stack.push_async_callback(listener.close)
-        leases = LeaseBook(store, tiers.arena)
+        leases = LeaseBook(tiers.arena)
         reservations = ReservationBook(config.staging_bytes_max, clock)
+        clients = _Clients(arena_server, leases, reservations)
         host = socket.gethostname()
         identity = Identity(
             instance=InstanceId(config.instance or host),
@@ -147,7 +149,12 @@ async def serve(
             reservations=reservations,
             announcer=announcer,
             stats=StatsView(
-                store, timings, tuple(map(parse_quota, config.quotas)), clock, started_s
+                store,
+                timings,
+                tuple(map(parse_quota, config.quotas)),
+                clock,
+                started_s,
+                clients.counts,
             ),
             staging=ByteGate(config.staging_bytes_max),
             clock=clock,
@@ -155,7 +162,7 @@ async def serve(
             node=identity.node,
             arena_socket=str(arena_path),
         )
-        _bind(opened.metrics, parts, arena_server)
+        _bind(opened.metrics, parts, clients)
         tcp, local = await _servers(stack, config, parts, run_dir / SOCKET)
         table.read_service(opened.metrics, arena_server.stats, [tcp.guard, local.guard])
         identity = replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port))
@@ -205,17 +212,39 @@ async def _servers(
     return servers[0], servers[1]
 
 
-def _bind(metrics: Metrics, parts: Parts, arena: ArenaServer) -> None:
+@dataclass(frozen=True, slots=True)
+class _Clients:
+    """What clients hold, in shared memory and through the service."""
+
+    arena: ArenaServer
+    leases: LeaseBook
+    reservations: ReservationBook
+
+    def counts(self) -> dict[str, int]:
+        arena = self.arena.stats()
+        return {
+            "sessions": arena.sessions,
+            "leases": arena.leases + self.leases.count,
+            "leased_bytes": self.leases.leased_bytes,
+            "reservations": arena.reservations + len(self.reservations),
+            "reservations_expired": arena.reservations_expired + self.reservations.expired,
+            "quarantined": arena.quarantined,
+        }
+
+
+def _bind(metrics: Metrics, parts: Parts, clients: _Clients) -> None:
     table.read_from(metrics, parts.store.stats)
-    metrics.pull(table.LEASES, lambda: [((), parts.leases.count + arena.stats().leases)])
-    metrics.pull(
-        table.RESERVATIONS, lambda: [((), len(parts.reservations) + arena.stats().reservations)]
-    )
-    metrics.pull(
-        table.RESERVATIONS_EXPIRED,
-        lambda: [((), parts.reservations.expired + arena.stats().reservations_expired)],
-    )
+    for definition, name in (
+        (table.LEASES, "leases"),
+        (table.RESERVATIONS, "reservations"),
+        (table.RESERVATIONS_EXPIRED, "reservations_expired"),
+    ):
+        metrics.pull(definition, partial(_one, clients, name))
     metrics.pull(table.UNANNOUNCED, lambda: [((), parts.announcer.unannounced_namespaces)])
+
+
+def _one(clients: _Clients, name: str) -> Readings:
+    return [((), clients.counts()[name])]
 
 
 class _Alive:

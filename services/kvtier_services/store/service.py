@@ -146,7 +146,7 @@ class StoreService:
             resident: list[FrameName] = []
             async for known in self._parts.store.bring_up(wanted, deadline_s, options):
                 run = names[at : at + len(known)]
-                yield self._leased(stream, run, known, ttl_s)
+                yield self._leased(stream, run, known)
                 resident += [n for n, p in zip(run, known, strict=True) if p is Presence.RESIDENT]
                 at += len(known)
             self._parts.store.touch(resident)
@@ -161,11 +161,11 @@ class StoreService:
             self._parts.leases.close(stream)
 
     def _leased(
-        self, stream: LeaseStream, names: list[FrameName], known: list[Presence], ttl_s: float
+        self, stream: LeaseStream, names: list[FrameName], known: list[Presence]
     ) -> pb.AcquireResponse:
         """Lease what is resident. What left again at once counts as a miss."""
         there = [n for n, one in zip(names, known, strict=True) if one is Presence.RESIDENT]
-        leased = iter(self._parts.leases.take(stream, there, ttl_s) if there else [])
+        leased = iter(self._parts.leases.take(stream, there) if there else [])
         statuses = bytearray()
         taken: list[Leased] = []
         for name, presence in zip(names, known, strict=True):

@@ -3,7 +3,7 @@
 What must not live here: metrics for scrapes.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -27,6 +27,8 @@ class StatsView:
     quotas: tuple[ScopeQuota, ...]
     clock: Clock
     started_s: float
+    sessions: Callable[[], Mapping[str, int]]
+    """What clients hold, by name."""
 
     def response(self, epoch: int, instance: InstanceId) -> pb.StoreStatsResponse:
         stats = self.store.stats()
@@ -44,7 +46,7 @@ class StatsView:
                 )
                 for quota in self.quotas
             ],
-            counts=_named(_counts(stats).items()),
+            counts=_named((_counts(stats) | dict(self.sessions())).items()),
         )
 
     def _tier(self, tier: Tier, view: TierView) -> pb.StoreTierStats:
