@@ -128,7 +128,6 @@ def test_every_module_says_what_it_is_and_fits_a_sitting(path: Path) -> None:
 
 
 UNIMPORTED = {
-    "kvtier.client.store_blocking": "public: the store's client without asyncio",
     "kvtier.core.naive_index": "the oracle of the prefix index, shipped beside it",
     "kvtier.core.engine_keys": "public: foreign engines' hashes; the bridge will import it",
     "kvtier.core.replay": "public: simulate a policy on a trace",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvtier.bench.report import Result
 
-PARTS = ("arena", "nvme")
+PARTS = ("arena", "nvme", "service")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
