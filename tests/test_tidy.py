@@ -137,7 +137,6 @@ UNIMPORTED = {
     "kvtier.core.quotas": "decides for the router, which is not built yet",
     "kvtier.core.scopes": "decides for the router, which is not built yet",
     "kvtier.core.scoring": "decides for the router, which is not built yet",
-    "kvtier.tiers.sealed": "wraps a tier; no setting of the store builds one yet",
     "kvtier.tiers.faulty": "shipped for the tests of whoever builds on a tier",
     "kvtier.tiers.memory": "shipped for the tests of whoever builds on a tier",
 }

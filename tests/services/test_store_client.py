@@ -168,20 +168,19 @@ async def test_a_store_that_appears_later_is_found(tmp_path: Path) -> None:
         assert not (await client.get_many(names(1)))[0].is_hit
         async with serve(config, io.StringIO()):
             await stored(client, 1)
-            assert client.is_attached
         assert not (await client.get_many(names(1), None, LENGTH))[0].is_hit
         async with serve(config, io.StringIO()):
             await stored(client, 2)
-            assert client.is_attached
             found = await client.get_many(names(2, 1))
             assert [r.is_hit for r in found] == [True, False]
 
 
 async def stored(client: BlockStoreClient, number: int) -> None:
     async def is_stored() -> bool:
-        return (await client.put_many(names(number), payloads(number)))[0].is_held
+        held = (await client.put_many(names(number), payloads(number)))[0].is_held
+        return held and client.is_attached
 
-    await eventually_async(is_stored, 10, "the store is found")
+    await eventually_async(is_stored, 10, "the store is found, and its shared memory")
 
 
 async def test_blocks_named_by_engine_digests_bring_their_prefix_hashes(tmp_path: Path) -> None:

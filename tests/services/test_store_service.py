@@ -3,6 +3,7 @@
 import asyncio
 import io
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -401,3 +402,27 @@ async def test_acquired_blocks_come_up_from_the_disk_into_shared_memory(tmp_path
             await nothing_held(running, client)
         finally:
             arena.close()
+
+
+async def test_what_is_sealed_on_disk_is_read_by_the_next_store_and_erased_with_its_scope(
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "keys.json"
+    config = with_disk(tmp_path)
+    config = replace(config, nvme=replace(config.nvme, seal_keys_file=keys))
+    canary = b"nobody reads this on the disk" * 1000
+    writer = pb.BlockWriter(writer_id=1, scope="tenant")
+    async with a_store(config) as (running, client):
+        await client.put({1: canary}, writer=writer)
+        await client.put_numbers(2)
+        assert await running.store.settled(soon())
+        assert running.store.stats().tiers[Tier.NVME].stats.blocks == 2
+    files = [path for path in (tmp_path / "nvme").rglob("*") if path.is_file()]
+    assert not any(canary[:64] in path.read_bytes() for path in files)
+    async with a_store(config) as (running, client):
+        assert await client.get([1, 2]) == [canary, payload_of(2, BLOCK)]
+        await client.ask("Drop", pb.DropBlocksRequest(scope="tenant"))
+        assert await client.get([1]) == [None]
+    assert keys.stat().st_mode & 0o077 == 0
+    async with a_store(config) as (_, client):
+        assert await client.get([1, 2], payload_bytes=0) == [None, payload_of(2, BLOCK)]

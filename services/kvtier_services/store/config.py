@@ -58,6 +58,8 @@ class NvmeSection:
     """Budget of writes, for the life of the device; not set: none."""
     deadline_ms: int = 2_000
     """Of one read or write."""
+    seal_keys_file: Path | None = None
+    """Keys to seal payloads on disk with, one a scope, drawn when needed; not set: not sealed."""
 
     def __post_init__(self) -> None:
         if self.touches_min < 1 or not 1 <= self.deadline_ms <= 600_000:
@@ -94,6 +96,9 @@ class RedisSection:
     """A block that was used less often is not written."""
     deadline_ms: int = 500
     """Of one read or write."""
+    seal_keys_file: Path | None = None
+    """As on disk. Stores that share a Redis must share this file's content: what a store has no
+    key for it takes for erased, and drops."""
 
     def __post_init__(self) -> None:
         if self.url is not None and self.sentinels:

@@ -161,6 +161,7 @@ async def serve(
             instance=identity.instance,
             node=identity.node,
             arena_socket=str(arena_path),
+            erase=tiers.erase,
         )
         _bind(opened.metrics, parts, clients)
         tcp, local = await _servers(stack, config, parts, run_dir / SOCKET)

@@ -5,7 +5,7 @@ What must not live here: what moves between tiers, sessions of shared memory, co
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -76,6 +76,8 @@ class Parts:
     instance: InstanceId
     node: NodeId
     arena_socket: str
+    erase: Callable[[ScopeId], None]
+    """Erases the keys that a scope's blocks below DRAM were sealed with."""
 
 
 class StoreService:
@@ -408,6 +410,8 @@ class StoreService:
                 dropped = await self._parts.store.drop(selection, self._deadline(0))
             except BackendError as error:
                 undone = str(error)
+            if isinstance(selection, ByScope):
+                self._parts.erase(selection.scope)  # copies that nobody reached are erased too
         except KvtierError as error:
             await refuse(context, error)
         return pb.DropBlocksResponse(dropped=dropped, undone=undone)

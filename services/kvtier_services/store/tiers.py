@@ -5,13 +5,15 @@ What must not live here: the service, what moves.
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 
-from kvtier.core.planner import PlannerConfig, TierConfig
+from kvtier.core.planner import Block, PlannerConfig, TierConfig
 from kvtier.errors import BackendError, ConfigError
+from kvtier.ports import BlockOwner
 from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch, held_block
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape
 from kvtier.tiers.nvme.layout import NvmeConfig
-from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.nvme.tier import HeldBlock, NvmeTier
 from kvtier.tiers.redis.config import (
     HostPort,
     Login,
@@ -22,7 +24,9 @@ from kvtier.tiers.redis.config import (
     parse_url,
 )
 from kvtier.tiers.redis.tier import RedisTier
-from kvtier.types import Tier
+from kvtier.tiers.scope_keys import FileScopeKeys
+from kvtier.tiers.sealed import SEAL_BYTES, SealedLocalTier, SealedTier
+from kvtier.types import ScopeId, Tier
 from kvtier_services.store.arena import GovernedArena, RawPins
 from kvtier_services.store.config import (
     ArenaSection,
@@ -47,18 +51,41 @@ class BuiltTiers:
     tiers: tuple[StoreTier, ...]
     nvme: NvmeTier | None
     redis: RedisTier | None
+    nvme_keys: FileScopeKeys | None
+    redis_keys: FileScopeKeys | None
+
+    def erase(self, scope: ScopeId) -> None:
+        """Erase the keys of a scope: what was sealed with them nobody reads any more."""
+        for keys in (self.nvme_keys, self.redis_keys):
+            if keys is not None:
+                keys.erase(scope)
 
     def restore(self, store: TieredStore, watch: TierWatch) -> None:
         """Take what the disk had into the books, and have it announced."""
         if self.nvme is not None:
             found = self.nvme.inventory()
             watch.found(Tier.NVME, [one.name for one in found])
-            blocks = (held_block(one.name, one.payload_bytes, one.owner) for one in found)
-            store.restore(Tier.NVME, blocks)
+            keys = self.nvme_keys
+            blocks = (_held(one) if keys is None else _unsealed(one, keys) for one in found)
+            store.restore(Tier.NVME, (block for block in blocks if block is not None))
+
+
+def _held(one: HeldBlock) -> Block:
+    return held_block(one.name, one.payload_bytes, one.owner)
+
+
+def _unsealed(one: HeldBlock, keys: FileScopeKeys) -> Block | None:
+    """As it was put; None for one that nobody can open any more."""
+    key = keys.opening_key(one.owner.scope)
+    if key is None or one.payload_bytes < SEAL_BYTES:
+        return None
+    owner = BlockOwner(one.owner.writer_id, key.scope)
+    return held_block(one.name, one.payload_bytes - SEAL_BYTES, owner)
 
 
 async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
     """Attach or start cold. Raises what the tiers raise where one cannot be had at all."""
+    nvme_keys, redis_keys = _keys(config.nvme.seal_keys_file), _keys(config.redis.seal_keys_file)
     redis = new_redis(config.redis, watch) if config.redis.enabled else None
     nvme = await NvmeTier.open(nvme_config(config), watch) if config.nvme.enabled else None
     try:
@@ -68,11 +95,17 @@ async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
             await nvme.close()
         raise
     tiers = [StoreTier(arena, RawPins(arena))]
-    if nvme is not None:
+    if nvme is not None and nvme_keys is None:
         tiers.append(StoreTier(nvme, nvme, nvme.checksum_of))
+    elif nvme is not None and nvme_keys is not None:
+        tiers.append(StoreTier(SealedLocalTier(nvme, nvme_keys), nvme))
     if redis is not None:
-        tiers.append(StoreTier(redis))
-    return BuiltTiers(arena, tuple(tiers), nvme, redis)
+        tiers.append(StoreTier(redis if redis_keys is None else SealedTier(redis, redis_keys)))
+    return BuiltTiers(arena, tuple(tiers), nvme, redis, nvme_keys, redis_keys)
+
+
+def _keys(path: Path | None) -> FileScopeKeys | None:
+    return None if path is None else FileScopeKeys(path)
 
 
 def new_arena(section: ArenaSection, watch: TierWatch) -> GovernedArena:
