@@ -315,6 +315,25 @@ class Acceptor(Generic[Payload]):
         self._counts[Verdict.APPLY] += 1
         return Outcome(Verdict.APPLY, (ApplyBatch(seq, message.payload), *filled, ack))
 
+    def advance(self, epoch: Epoch, seq: Seq) -> bool:
+        """Take the batch that comes next where nothing stands in the way; says whether it did.
+
+        True: counted as APPLY; apply its payload now and acknowledge `seq`. False: nothing has
+        changed, ask `batch`, which would decide the same at the price of its messages.
+        """
+        if (
+            epoch != self._epoch
+            or seq != self._applied + 1
+            or not self._synced
+            or self._assembly is not None
+            or self._held
+        ):
+            return False
+        self._applied = seq
+        self._target = max(self._target, seq)
+        self._counts[Verdict.APPLY] += 1
+        return True
+
     def heartbeat(self, message: Heartbeat, held: Digest | None, now: float) -> Outcome[Payload]:
         """OK, GAP, DRIFT, NEED_SNAPSHOT, HELD (a snapshot is arriving), FENCED, ...
 

@@ -482,6 +482,43 @@ MESSAGES = st.one_of(
 )
 
 
+def test_only_the_next_batch_with_nothing_in_the_way_advances() -> None:
+    acceptor = synced()
+    assert acceptor.advance(A, Seq(1))
+    assert not acceptor.advance(A, Seq(1)), "a duplicate"
+    assert not acceptor.advance(A, Seq(3)), "a gap"
+    assert not acceptor.advance(B, Seq(2)), "another epoch"
+    assert acceptor.counts[Verdict.APPLY] == acceptor.applied_seq == 1
+    acceptor.batch(batch(3), NOW)
+    assert not acceptor.advance(A, Seq(2)), "what is held must follow"
+    acceptor.batch(batch(2), NOW)
+    acceptor.snapshot_chunk(chunk(mark(9, 2), 0), NOW)
+    assert not acceptor.advance(A, Seq(4)), "a snapshot is arriving"
+    assert not Acceptor[str]().advance(A, Seq(1)), "no Hello yet"
+
+
+@given(st.lists(MESSAGES | st.builds(batch, st.integers(1, 4)), max_size=40))
+def test_a_batch_that_advances_is_one_that_would_be_applied_alone(
+    story: list[Hello | Batch[str] | Heartbeat | SnapshotChunk[str] | str],
+) -> None:
+    plain, quick = Acceptor[str](), Acceptor[str]()
+    for acceptor in (plain, quick):
+        acceptor.hello(Hello(A, Seq(0)), NOW)
+        acceptor.snapshot_chunk(chunk(mark(0), 0, last=True), NOW)
+    for message in story:
+        actions = speak(plain, message, NOW)
+        if isinstance(message, Batch) and quick.advance(message.epoch, message.seq):
+            ack = AckUpTo(message.epoch, message.seq)
+            assert actions == (ApplyBatch(message.seq, message.payload), ack)
+        else:
+            assert speak(quick, message, NOW) == actions
+        assert quick.applied_seq == plain.applied_seq
+        assert quick.lag_batches == plain.lag_batches
+        assert quick.counts == plain.counts
+        assert quick.degraded_reasons() == plain.degraded_reasons()
+        assert (quick.trust is Trust.EXACT) is (not quick.degraded_reasons())
+
+
 @given(st.lists(st.tuples(MESSAGES, st.floats(0, 10)), max_size=40))
 def test_nonsense_never_breaks_the_order_of_what_is_applied(
     story: list[tuple[Hello | Batch[str] | Heartbeat | SnapshotChunk[str] | str, float]],

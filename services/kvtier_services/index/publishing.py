@@ -260,8 +260,13 @@ class PublishStream:
 
     def _batch(
         self, stream: Stream, request: pb.PublishRequest, columns: PackedBatch, now: float
-    ) -> Outcome[PackedBatch]:
-        batch = Batch(self._epoch, Seq(request.batch.seq), columns, columns.payload_bytes)
+    ) -> Outcome[PackedBatch] | None:
+        seq = Seq(request.batch.seq)
+        if self._state.advance(stream, self._epoch, seq, columns, now):
+            self._ack_seq = seq
+            self._acknowledge()
+            return None
+        batch = Batch(self._epoch, seq, columns, columns.payload_bytes)
         return self._state.batch(stream, batch, now)
 
     def _snapshot(

@@ -48,7 +48,7 @@ from kvtier.core.reservations import (
 )
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
-from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
+from kvtier.types import Epoch, HolderId, HolderKind, Seq, Tier, Trust
 from kvtier_services.index.replacing import SLICE_BLOCKS, Replacement
 
 STAGED_BLOCK_BYTES: Final = 22
@@ -191,6 +191,23 @@ class IndexState:
             self._changes.holder_changed(holder)
         return stream, outcome
 
+    def advance(
+        self, stream: Stream, epoch: Epoch, seq: Seq, columns: PackedBatch, now: float
+    ) -> bool:
+        """The batch that nearly every message is: next in order, nothing in the way.
+
+        True: it is applied and can be acknowledged. False: nothing has changed, see `batch`.
+        """
+        state = self._stream(stream)
+        is_plain = state.replacement is None and _fits(state.own_tiers, columns)
+        if not is_plain or not state.acceptor.advance(epoch, seq):
+            return False
+        self.counts.verdicts[Verdict.APPLY] += 1
+        self._apply(stream, state, columns)
+        self._tell_trust(stream, state)
+        self._applied(stream, state, now)
+        return True
+
     def batch(
         self, stream: Stream, message: Batch[PackedBatch], now: float
     ) -> Outcome[PackedBatch]:
@@ -200,12 +217,15 @@ class IndexState:
             return self.undecodable(stream, message.epoch, now)
         outcome = self._carry_out(stream, state.acceptor.batch(message, now))
         if outcome.verdict is Verdict.APPLY:
-            if now - state.heard_at > self._renew_after_s:
-                state.heard_at = now
-                self._renew(stream, now)
-            if state.room_blocks < 0:
-                self._check_room(stream, state)
+            self._applied(stream, state, now)
         return outcome
+
+    def _applied(self, stream: Stream, state: StreamState, now: float) -> None:
+        if now - state.heard_at > self._renew_after_s:
+            state.heard_at = now
+            self._renew(stream, now)
+        if state.room_blocks < 0:
+            self._check_room(stream, state)
 
     def undecodable(self, stream: Stream, epoch: Epoch, now: float) -> Outcome[PackedBatch]:
         """A batch that could not be read: the stream is DEGRADED until a snapshot repairs it."""
