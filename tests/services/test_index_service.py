@@ -454,6 +454,7 @@ async def test_a_follower_gets_everything_once_and_then_every_change() -> None:
     async with an_index(lease_ms=60_000) as (_, channel):
         first = RawPublisher(channel, worker_info("w1"), epoch=7)
         await first.join([stored(CHAIN[:40])])
+        await first.answer("ack")
         feed = unary(channel, "Snapshot")(pb.SnapshotRequest(follow=True))
         seen: list[str] = []
         blocks = 0
@@ -518,7 +519,9 @@ async def test_stats_tell_holders_states_and_every_kind_of_event() -> None:
 
 async def test_every_metric_of_the_table_is_fed() -> None:
     async with an_index() as (running, channel):
-        await RawPublisher(channel, worker_info(), epoch=7).join([stored(CHAIN)])
+        publisher = RawPublisher(channel, worker_info(), epoch=7)
+        await publisher.join([stored(CHAIN)])
+        await publisher.answer("ack")
         await match(channel)
         assert running.metrics.unbound == ()
         page = running.metrics.render().decode()

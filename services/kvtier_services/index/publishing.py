@@ -41,6 +41,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 ACK_DELAY_S: Final = 0.02
 """Acknowledgements of one stream are gathered for so long: one message instead of hundreds."""
+GATHER_S: Final = 0.001
+"""From one turn to the next, so that messages come in company."""
+WAITING_COUNT_MAX: Final = 32
+"""Messages of one stream that wait to be taken in; of large ones only one does."""
+LARGE_BYTES: Final = 128 << 10
 TURN_S_MAX: Final = 0.005
 """How long messages are taken in before others have their turn."""
 REPLIES_COUNT_MAX: Final = 16
@@ -51,32 +56,40 @@ publisher that heard nothing for as long as that takes would give up and begin a
 
 
 class Intake:
-    """What the publishers of one event loop have sent, taken in once a turn of the loop.
+    """What the publishers of one event loop have sent, taken in together once a millisecond.
 
-    A stream hands its message over and asks gRPC for the next one at once. So while the messages
-    of all streams are taken in, one after the other, gRPC already fetches the next ones. A stream
-    has one message here at most. Work beyond `TURN_S_MAX` waits for the next turn, behind the calls
-    that came meanwhile; so does each next slice of a large snapshot, and what its stream says then.
+    A stream hands its message over and asks gRPC for the next one at once, so gRPC fetches while
+    messages are taken in; and those that are taken in one after the other find the caches warm.
+    What comes after a pause is taken in at once. Work beyond `TURN_S_MAX` waits for the next turn
+    of the loop, behind the calls that came meanwhile; so does each next slice of a large snapshot,
+    and what its stream says then.
     """
 
     def __init__(self, state: IndexState, clock: Callable[[], float]) -> None:
         self._state = state
         self._clock = clock
-        self._is_due = False
         self._waiting: deque[tuple[PublishStream, pb.PublishRequest]] = deque()
         self._loop = asyncio.get_running_loop()
+        self._due: asyncio.Handle | None = None
+        self._gather_until = 0.0
 
     def put(self, stream: "PublishStream", request: pb.PublishRequest) -> None:
         self._waiting.append((stream, request))
-        self._call_soon()
+        if self._due is None:
+            pause_s = self._gather_until - self._clock()
+            if pause_s > 0:
+                self._due = self._loop.call_later(pause_s, self._take_in)
+            else:
+                self._due = self._loop.call_soon(self._take_in)
 
-    def _call_soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            self._loop.call_soon(self._take_in)
+    def hurry(self) -> None:
+        """Wait for no more company."""
+        if isinstance(self._due, asyncio.TimerHandle):
+            self._due.cancel()
+            self._due = self._loop.call_soon(self._take_in)
 
     def _take_in(self) -> None:
-        self._is_due = False
+        self._due = None
         now = self._clock()
         until = now + TURN_S_MAX
         postponed = []
@@ -93,8 +106,9 @@ class Intake:
                     done.replaced()
         finally:  # a bug in one stream is reported by the loop and does not hold up the others
             self._waiting.extendleft(reversed(postponed))
+            self._gather_until = now + GATHER_S
             if self._waiting or self._state.has_work:
-                self._call_soon()
+                self._due = self._loop.call_soon(self._take_in)
 
 
 class PublishStream:
@@ -127,6 +141,7 @@ class PublishStream:
         self._replies: deque[pb.PublishResponse] = deque()
         self._to_send = asyncio.Event()
         self._sent = asyncio.Event()
+        self._waiting_count = 0
         self._taken = asyncio.Event()
         """No message of this stream waits in the intake."""
         self._taken.set()
@@ -162,10 +177,13 @@ class PublishStream:
 
     async def _read(self, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
-            if not self._taken.is_set():
-                await self._taken.wait()
+            self._waiting_count += 1
             self._taken.clear()
             self._intake.put(self, request)
+            is_large = request is not rpc.MALFORMED and request.ByteSize() > LARGE_BYTES
+            if is_large or self._waiting_count >= WAITING_COUNT_MAX:
+                self._intake.hurry()
+                await self._taken.wait()
             while len(self._replies) > REPLIES_COUNT_MAX or self._is_ending:
                 self._sent.clear()  # it does not read what it is told: read no more from it
                 await self._sent.wait()
@@ -193,7 +211,9 @@ class PublishStream:
     def take(self, request: pb.PublishRequest) -> float:
         """Handle one message; returns the time after that."""
         began = self._clock()
-        self._taken.set()
+        self._waiting_count -= 1
+        if self._waiting_count == 0:
+            self._taken.set()
         if self._is_ending:
             return began
         is_bug = True
