@@ -40,7 +40,7 @@ class Answerer:
         self._metrics = metrics
         self._clock = clock
         self._head = pb.MatchResponse(index_epoch=index_epoch).SerializeToString()
-        self._workers: dict[HolderId, tuple[HolderInfo, Trust, bytes]] = {}
+        self._workers: dict[HolderId, tuple[tuple[HolderInfo, Trust], bytes]] = {}
         """Serialized descriptions; holder numbers are reused, so there are HOLDERS_COUNT_MAX."""
         self._pools: dict[bytes, Pool] = {}
 
@@ -100,10 +100,11 @@ class Answerer:
 
     def _worker(self, holder: HolderId) -> bytes:
         """The description of a worker as the part of a response that it is."""
-        info, trust = self._state.described(holder)
+        described = self._state.described(holder)
         known = self._workers.get(holder)
-        if known is not None and known[0] is info and known[1] is trust:
-            return known[2]
+        if known is not None and known[0] is described:
+            return known[1]
+        info, trust = described
         ref = pb.WorkerRef(
             instance=info.instance,
             dp_rank=info.dp_rank,
@@ -111,5 +112,5 @@ class Answerer:
             block_tokens=info.card.block_tokens if info.card is not None else 0,
         )
         part = pb.MatchResponse(workers=[ref]).SerializeToString()
-        self._workers[holder] = (info, trust, part)
+        self._workers[holder] = (described, part)
         return part

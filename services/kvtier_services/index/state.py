@@ -152,6 +152,7 @@ class IndexState:
         """Per worker: ticket -> (reservation, when it expires)."""
         self._next_ticket = 1
         self._replacing: deque[Stream] = deque()
+        self._described: dict[HolderId, tuple[HolderInfo, Trust]] = {}
 
     # ---- publishers
 
@@ -185,6 +186,7 @@ class IndexState:
         state.connection = connection
         outcome = self._carry_out(stream, state.acceptor.hello(message, now))
         self._renew(stream, now)
+        self._describe_anew(holder)
         if is_new:
             self._changes.holder_joined(holder)
         else:
@@ -400,15 +402,12 @@ class IndexState:
         return (Trust.DEGRADED if reasons else Trust.EXACT), ",".join(sorted(reasons))
 
     def described(self, holder: HolderId) -> tuple[HolderInfo, Trust]:
-        """`info` and `trust` of a holder, cheap enough for every worker of every match."""
-        exact = Trust.EXACT
-        shards = self.fleet.record(holder).shards
-        info = shards[min(shards)]
-        is_exact = len(shards) == info.shards_count
-        for shard in shards:
-            state = self._streams.get((holder, shard))
-            is_exact = is_exact and state is not None and state.acceptor.trust is exact
-        return info, exact if is_exact else Trust.DEGRADED
+        """`info` and `trust` of a holder; the same object again until one of them changes."""
+        known = self._described.get(holder)
+        if known is None:
+            trust, _ = self.trust(holder)
+            known = self._described[holder] = (self.fleet.record(holder).info, trust)
+        return known
 
     def load(self, holder: HolderId) -> Load:
         """The load that the holder's lowest shard reported last."""
@@ -466,8 +465,14 @@ class IndexState:
 
     def _tell_trust(self, stream: Stream, state: StreamState) -> None:
         if state.trust is not state.acceptor.trust:
-            state.trust = state.acceptor.trust
+            self._describe_anew(stream[0])
             self._changes.holder_changed(stream[0])
+
+    def _describe_anew(self, holder: HolderId) -> None:
+        """The holder's description has changed and is about to be told."""
+        self._described.pop(holder, None)
+        for _, state in self.streams(holder):
+            state.trust = state.acceptor.trust
 
     def _act(self, stream: Stream, state: StreamState, action: Action[PackedBatch]) -> None:
         match action:
@@ -533,8 +538,9 @@ class IndexState:
         """Holders that lost blocks to the byte budget are DEGRADED: the index knows less."""
         for stats in self._index.stats().holders:
             if stats.truncated:
-                for _, state in self.streams(stats.holder):
+                for shard, state in self.streams(stats.holder):
                     state.acceptor.degrade(DegradedReason.BUDGET_EVICTED)
+                    self._tell_trust((stats.holder, shard), state)
 
     def _check_room(self, stream: Stream, state: StreamState) -> None:
         """LimitError where a stream has come to hold or stage too much; asked last of all."""
@@ -566,11 +572,13 @@ class IndexState:
             for _, state in self.streams(stream[0]):
                 state.acceptor.restore(DegradedReason.HIDDEN)
             self.fleet.resume(stream[0])
+            self._describe_anew(stream[0])
             self._changes.holder_resumed(stream[0])
 
     def _hide(self, holder: HolderId) -> None:
         for _, state in self.streams(holder):
             state.acceptor.degrade(DegradedReason.HIDDEN)
+        self._describe_anew(holder)
         if not self.fleet.record(holder).hidden:
             self.fleet.hide(holder)
             self._changes.holder_hidden(holder)
@@ -584,6 +592,7 @@ class IndexState:
             if forgotten is not None:
                 forgotten.replacement = None
         self.fleet.leave(holder)
+        self._described.pop(holder, None)
         self._changes.holder_left(record)
 
     def _end_reservations(self, ended: tuple[Reservation, ...]) -> None:
