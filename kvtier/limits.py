@@ -187,3 +187,15 @@ STORE_NAMESPACES_MAX: Final = 256
 """Namespaces that one store announces, each as a holder of its own."""
 STORE_DIGESTS_MAX: Final = 1 << 20
 """Blocks named by engine digests whose prefix hashes are remembered."""
+
+# Worker: requests and the OpenAI endpoint
+LOGPROBS_COUNT_MAX: Final = 20
+"""Likeliest tokens listed beside each generated one."""
+STOP_TOKENS_COUNT_MAX: Final = 1024
+STOP_STRINGS_COUNT_MAX: Final = 16
+STOP_STRING_CHARS_MAX: Final = 256
+LOGIT_BIASES_COUNT_MAX: Final = 1024
+COMPLETION_CHOICES_MAX: Final = 128
+"""Sequences of one HTTP request: prompts times n."""
+COMPLETION_BODY_BYTES_MAX: Final = 32 << 20
+"""A prompt of PROMPT_TOKENS_MAX ids fits no client's patience; this one does."""
