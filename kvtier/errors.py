@@ -4,7 +4,8 @@
     ├── CallerError            the caller's argument is wrong (also a ValueError)
     │   ├── LimitError         ... by exceeding a ceiling of limits.py
     │   ├── ConfigError        ... in a configuration file, variable or flag
-    │   └── IdentityError      ... by contradicting the identity of a pool, namespace or card
+    │   ├── IdentityError      ... by contradicting the identity of a pool, namespace or card
+    │   └── NotFoundError      ... by naming a model or worker that is not there
     ├── FrameError             bytes that are not the frame asked for: a miss for the reader
     ├── UnauthenticatedError   no, wrong or expired credentials
     ├── ForbiddenError         known caller, not allowed
@@ -53,6 +54,13 @@ class IdentityError(CallerError):
 
     grpc_status = "FAILED_PRECONDITION"
     http_status = 409
+
+
+class NotFoundError(CallerError):
+    """The caller names a model or worker that is not there."""
+
+    grpc_status = "NOT_FOUND"
+    http_status = 404
 
 
 class FrameFault(StrEnum):

@@ -1,0 +1,24 @@
+"""The routing brain: which worker a request goes to, and what is learnt from how it went.
+
+No HTTP and no configuration files here: the front of `kvtier_router` relays, limits and retries.
+"""
+
+from kvtier_router.routing.values import (
+    FailureKind,
+    Placement,
+    Policy,
+    RouteAsk,
+    RouteDecision,
+    RoutingBrain,
+    Usage,
+)
+
+__all__ = [
+    "FailureKind",
+    "Placement",
+    "Policy",
+    "RouteAsk",
+    "RouteDecision",
+    "RoutingBrain",
+    "Usage",
+]
