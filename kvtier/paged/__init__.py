@@ -1,4 +1,5 @@
 """The L1 cache on the worker's device: pool, block tables, attention over pages, sampling.
 
-What must not live here: the network, L2, scheduling, HTTP.
+`geometry` and `blocks` need no torch. What must not live here: model code (kvtier.engines), the
+network, L2, scheduling, HTTP.
 """
