@@ -136,6 +136,9 @@ class PrefixIndex:
         parents: Integers,
         hashes: Integers,
     ) -> _Counts: ...
+    def apply_messages(
+        self, holder: int, shard: int, seq: int, messages: list[bytes], room_blocks: int
+    ) -> tuple[int, int, int, int, int, int, int]: ...
     def store(
         self, holder: int, tier: int, shard: int, hashes: Integers, parent: int = 0
     ) -> _Counts: ...

@@ -29,6 +29,7 @@ from typing import Generic, TypeVar
 
 from kvtier import limits
 from kvtier.core.event_messages import (
+    U64_MAX,
     AckUpTo,
     Batch,
     Digest,
@@ -315,24 +316,23 @@ class Acceptor(Generic[Payload]):
         self._counts[Verdict.APPLY] += 1
         return Outcome(Verdict.APPLY, (ApplyBatch(seq, message.payload), *filled, ack))
 
-    def advance(self, epoch: Epoch, seq: Seq) -> bool:
-        """Take the batch that comes next where nothing stands in the way; says whether it did.
+    def next_plain(self, epoch: Epoch) -> Seq | None:
+        """Number of the batch of `epoch` that `batch` would apply without further ado.
 
-        True: counted as APPLY; apply its payload now and acknowledge `seq`. False: nothing has
-        changed, ask `batch`, which would decide the same at the price of its messages.
+        None where there is none: another epoch, or something is held or arriving. Mutates nothing.
         """
-        if (
-            epoch != self._epoch
-            or seq != self._applied + 1
-            or not self._synced
-            or self._assembly is not None
-            or self._held
-        ):
-            return False
-        self._applied = seq
-        self._target = max(self._target, seq)
-        self._counts[Verdict.APPLY] += 1
-        return True
+        if epoch != self._epoch or not self._synced or self._assembly is not None or self._held:
+            return None
+        return Seq(self._applied + 1) if self._applied < U64_MAX else None
+
+    def advance(self, count: int) -> None:
+        """The next `count` batches have been applied: what `next_plain` named and those after it.
+
+        Counted as APPLY. The same as `batch` for each, less the price of its messages.
+        """
+        self._applied += count
+        self._target = max(self._target, self._applied)
+        self._counts[Verdict.APPLY] += count
 
     def heartbeat(self, message: Heartbeat, held: Digest | None, now: float) -> Outcome[Payload]:
         """OK, GAP, DRIFT, NEED_SNAPSHOT, HELD (a snapshot is arriving), FENCED, ...

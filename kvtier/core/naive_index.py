@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import limits
+from kvtier.core.batch_message import read_batch_message
 from kvtier.core.event_columns import EventKind
 from kvtier.core.prefix_index import (
     ANY_POOL,
     TIERS_OF_KIND,
+    AppliedRun,
     ApplyResult,
     Digest,
     EventColumns,
@@ -127,6 +129,30 @@ class NaivePrefixIndex:
             unknown=sum(part.unknown for part in parts),
             refused=sum(part.refused for part in parts),
         )
+
+    def apply_messages(
+        self, holder: HolderId, shard: int, seq: int, messages: list[bytes], room_blocks: int
+    ) -> AppliedRun:
+        self._shard(holder, shard)
+        _integers("seq", [seq], 64)
+        if any(type(data) is not bytes for data in messages):
+            raise CallerError("messages: items must be bytes")
+        run = AppliedRun()
+        for data in messages:
+            message = read_batch_message(data)
+            if message is None or message.seq != seq + run.messages:
+                break
+            if any(tier > max(Tier) for tier in message.columns.tiers):
+                break
+            try:
+                result = self.apply(holder, shard, message.columns)
+            except CallerError:
+                break
+            counts = (a + b for a, b in zip(run[2:], result, strict=True))
+            run = AppliedRun(run.messages + 1, run.events + message.columns.events_count, *counts)
+            if room_blocks < 0 or run.stored > room_blocks:
+                break
+        return run
 
     def store(
         self, holder: HolderId, tier: Tier, shard: int, hashes: Packed, parent: int = 0

@@ -82,6 +82,19 @@ class ApplyResult(NamedTuple):
     """Copies of any holder that the byte budget pushed out; see HolderStats.truncated."""
 
 
+class AppliedRun(NamedTuple):
+    """What a run of messages did; counts as in `ApplyResult`, of all of them."""
+
+    messages: int = 0
+    """How many of them were applied: none of the others has changed anything."""
+    events: int = 0
+    stored: int = 0
+    removed: int = 0
+    unknown: int = 0
+    refused: int = 0
+    evicted: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """All that one (holder, tier, shard) holds.
@@ -203,6 +216,18 @@ class PrefixIndex(Protocol):
 
     def apply(self, holder: HolderId, shard: int, batch: EventColumns) -> ApplyResult:
         """Applies a batch in order; a batch that is refused changes nothing. O(blocks)."""
+        ...
+
+    def apply_messages(
+        self, holder: HolderId, shard: int, seq: int, messages: list[bytes], room_blocks: int
+    ) -> AppliedRun:
+        """Applies serialized batches numbered `seq`, `seq + 1` and so on, as they came off a wire.
+
+        Stops before the first that is not plain (see `batch_message`), has another number or would
+        be refused by `apply`; and after the one that makes stored copies exceed `room_blocks`
+        (below 0: after one message). A long run may be cut for no other reason than its length, but
+        not before its first message. O(blocks).
+        """
         ...
 
     def store(
@@ -329,6 +354,15 @@ class NativePrefixIndex:
         except (ValueError, TypeError) as error:
             raise CallerError(str(error)) from error
         return ApplyResult(*counts)
+
+    def apply_messages(
+        self, holder: HolderId, shard: int, seq: int, messages: list[bytes], room_blocks: int
+    ) -> AppliedRun:
+        try:
+            run = self._native.apply_messages(holder, shard, seq, messages, room_blocks)
+        except (ValueError, TypeError) as error:
+            raise CallerError(str(error)) from error
+        return AppliedRun(*run)
 
     def store(
         self, holder: HolderId, tier: Tier, shard: int, hashes: Packed, parent: int = 0

@@ -128,6 +128,11 @@ class HistogramSeries(Protocol):
     def observe(self, amount: float) -> None: ...
 
 
+class TallySeries(Protocol):
+    def observe(self, amount: float, count: int = 1) -> None:
+        """Note `count` times that something was `amount`."""
+
+
 S = TypeVar("S", CounterSeries, GaugeSeries, HistogramSeries)
 
 LABEL_OVERFLOW: Final = "kvtier_telemetry_label_overflow_total"
@@ -245,7 +250,7 @@ class Metrics:
 
         return Family(definition, parent, series, self._overflown(definition))
 
-    def tally(self, definition: MetricDef) -> HistogramSeries:
+    def tally(self, definition: MetricDef) -> TallySeries:
         """Bind a histogram without labels that one thread alone observes, without any lock.
 
         For paths so hot that the locks of `histogram` are felt; any thread may scrape. CallerError
@@ -293,9 +298,9 @@ class _Tally(Collector):
         self._counts = [0] * (len(definition.buckets) + 1)
         self._sum = 0.0
 
-    def observe(self, amount: float) -> None:
-        self._counts[bisect_left(self._bounds, amount)] += 1
-        self._sum += amount
+    def observe(self, amount: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, amount)] += count
+        self._sum += amount * count
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
         yield HistogramMetricFamily(self._definition.name, self._definition.help)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Final, cast
 
 import grpc
@@ -80,6 +80,14 @@ def well_formed(request: Any) -> Any:
     return request
 
 
+def parsed(rpc: Method, data: bytes) -> Any:
+    """The request in bytes that were read as they came; CallerError where they are none."""
+    try:
+        return rpc.parse_request(data)
+    except DecodeError as error:
+        raise CallerError(_MALFORMED_TEXT) from error
+
+
 def _tolerant(parse: Deserializer) -> Deserializer:
     def parse_or_mark(data: bytes) -> Any:
         try:
@@ -128,7 +136,9 @@ def _checked(behaviour: Callable[..., Any], *, client_streams: bool) -> Callable
     return answers if inspect.isasyncgenfunction(behaviour) else answer
 
 
-def _handler(rpc: Method, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(
+    rpc: Method, behaviour: Callable[..., Any], parse_request: Deserializer | None
+) -> grpc.RpcMethodHandler[Any, Any]:
     makers = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -138,25 +148,32 @@ def _handler(rpc: Method, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandle
     make = makers[rpc.client_streams, rpc.server_streams]
     return make(
         _checked(behaviour, client_streams=rpc.client_streams),
-        request_deserializer=_tolerant(rpc.parse_request),
+        request_deserializer=parse_request,
         response_serializer=_serialize,
     )
 
 
 def service_handler(
-    service: ServiceDescriptor, behaviours: Mapping[str, Callable[..., Any]]
+    service: ServiceDescriptor,
+    behaviours: Mapping[str, Callable[..., Any]],
+    raw: Collection[str] = (),
 ) -> grpc.GenericRpcHandler:
     """Handler of a whole service; every method must have a behaviour and no other name may.
 
     Behaviours are coroutine functions or asynchronous generators. Where the bytes of a request are
     no message, iterating raises CallerError; who reads from the context passes it through
-    `well_formed`.
+    `well_formed`. Methods named in `raw` read bytes from the context and give them to `parsed`.
     Raises ValueError where the names differ.
     """
     table = methods(service)
     if set(table) != set(behaviours):
         raise ValueError(f"{service.full_name}: {sorted(set(table) ^ set(behaviours))} do not fit")
-    handlers = {name: _handler(table[name], behaviour) for name, behaviour in behaviours.items()}
+    handlers = {
+        name: _handler(
+            table[name], behaviour, None if name in raw else _tolerant(table[name].parse_request)
+        )
+        for name, behaviour in behaviours.items()
+    }
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 

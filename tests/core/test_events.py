@@ -482,19 +482,28 @@ MESSAGES = st.one_of(
 )
 
 
-def test_only_the_next_batch_with_nothing_in_the_way_advances() -> None:
+def test_only_the_next_batch_with_nothing_in_the_way_is_plain() -> None:
     acceptor = synced()
-    assert acceptor.advance(A, Seq(1))
-    assert not acceptor.advance(A, Seq(1)), "a duplicate"
-    assert not acceptor.advance(A, Seq(3)), "a gap"
-    assert not acceptor.advance(B, Seq(2)), "another epoch"
-    assert acceptor.counts[Verdict.APPLY] == acceptor.applied_seq == 1
+    assert acceptor.next_plain(A) == 1
+    assert acceptor.next_plain(B) is None, "another epoch"
+    acceptor.advance(2)
+    assert acceptor.counts[Verdict.APPLY] == acceptor.applied_seq == 2
+    assert acceptor.next_plain(A) == 3
+    acceptor.batch(batch(4), NOW)
+    assert acceptor.next_plain(A) is None, "what is held must follow"
     acceptor.batch(batch(3), NOW)
-    assert not acceptor.advance(A, Seq(2)), "what is held must follow"
-    acceptor.batch(batch(2), NOW)
-    acceptor.snapshot_chunk(chunk(mark(9, 2), 0), NOW)
-    assert not acceptor.advance(A, Seq(4)), "a snapshot is arriving"
-    assert not Acceptor[str]().advance(A, Seq(1)), "no Hello yet"
+    assert acceptor.next_plain(A) == 5
+    acceptor.snapshot_chunk(chunk(mark(9, 4), 0), NOW)
+    assert acceptor.next_plain(A) is None, "a snapshot is arriving"
+    assert Acceptor[str]().next_plain(A) is None, "no Hello yet"
+
+
+def test_no_batch_is_plain_behind_the_last_number() -> None:
+    acceptor = synced()
+    acceptor.snapshot_chunk(chunk(mark(2**64 - 2, 9), 0, last=True), NOW)
+    assert acceptor.next_plain(A) == 2**64 - 1
+    acceptor.advance(1)
+    assert acceptor.next_plain(A) is None
 
 
 @given(st.lists(MESSAGES | st.builds(batch, st.integers(1, 4)), max_size=40))
@@ -507,7 +516,8 @@ def test_a_batch_that_advances_is_one_that_would_be_applied_alone(
         acceptor.snapshot_chunk(chunk(mark(0), 0, last=True), NOW)
     for message in story:
         actions = speak(plain, message, NOW)
-        if isinstance(message, Batch) and quick.advance(message.epoch, message.seq):
+        if isinstance(message, Batch) and quick.next_plain(message.epoch) == message.seq:
+            quick.advance(1)
             ack = AckUpTo(message.epoch, message.seq)
             assert actions == (ApplyBatch(message.seq, message.payload), ack)
         else:

@@ -17,6 +17,7 @@ from kvtier.core.workers import Load
 from kvtier.errors import CallerError
 from kvtier.types import Epoch, HolderId, InstanceId, Seq, Trust
 from kvtier.wire import convert
+from kvtier.wire import messages as pb
 from kvtier_services.index.state import AT_ONCE_BLOCKS_MAX, IndexState, StateConfig, Stream
 from tests.support.raw_publisher import stored, worker_info
 
@@ -40,6 +41,7 @@ class Listener:
         del self.told[record.holder]
 
     def batch_applied(self, stream: Stream, batch: PackedBatch) -> None: ...
+    def messages_applied(self, stream: Stream, messages: list[bytes], count: int) -> None: ...
     def stream_replaced(self, stream: Stream) -> None: ...
     def reserved(self, ticket: int, reservation: Reservation) -> None: ...
     def reservation_over(self, ticket: int, reservation: Reservation) -> None: ...
@@ -84,7 +86,8 @@ class World:
         state, seq = self.state, Seq(number)
         match kind:
             case "batch":
-                if not state.advance(stream, epoch, seq, columns, self.now):
+                request = pb.PublishRequest(batch=convert.packed_to(columns, number))
+                if not state.advance(stream, epoch, [request.SerializeToString()], self.now):
                     state.batch(stream, Batch(epoch, seq, columns, 10), self.now)
             case "heartbeat":
                 state.heartbeat(stream, Heartbeat(epoch, seq, None), Load(), self.now)

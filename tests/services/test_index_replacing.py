@@ -49,6 +49,9 @@ class Told:
     def batch_applied(self, stream: Stream, batch: PackedBatch) -> None:
         self.applied.append(batch)
 
+    def messages_applied(self, stream: Stream, messages: list[bytes], count: int) -> None:
+        raise AssertionError("nothing is said in serialized messages here")
+
     def stream_replaced(self, stream: Stream) -> None:
         self.replaced += 1
 

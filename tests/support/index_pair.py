@@ -12,6 +12,7 @@ from kvtier.core.naive_index import NaivePrefixIndex
 from kvtier.core.prefix_index import (
     ANY_POOL,
     TIERS_OF_KIND,
+    AppliedRun,
     EventColumns,
     HolderSpec,
     MatchResult,
@@ -22,6 +23,8 @@ from kvtier.core.prefix_index import (
 )
 from kvtier.errors import CallerError
 from kvtier.types import HolderId, HolderKind, Source, Tier
+from kvtier.wire import convert
+from kvtier.wire import messages as pb
 
 T = TypeVar("T")
 
@@ -62,6 +65,11 @@ def batch(*events: Event) -> EventBatch:
         parents=np.array([event[2] for event in events], np.uint64),
         hashes=np.array([block for event in events for block in event[3]], np.uint64),
     )
+
+
+def message(seq: int, *events: Event) -> bytes:
+    """The events as a publisher serializes them."""
+    return pb.PublishRequest(batch=convert.batch_to(batch(*events), seq)).SerializeToString()
 
 
 Rows = dict[int, tuple[int, list[tuple[Source, int]]]]
@@ -114,6 +122,13 @@ class IndexPair:
 
     def apply(self, lane: Lane, events: EventColumns) -> None:
         self.both(lambda index: index.apply(lane[0], lane[2], events))
+
+    def apply_messages(
+        self, lane: Lane, seq: int, messages: list[bytes], room_blocks: int
+    ) -> AppliedRun | None:
+        return self.both(
+            lambda index: index.apply_messages(lane[0], lane[2], seq, messages, room_blocks)
+        )
 
     def clear(self, lane: Lane) -> None:
         self.both(lambda index: index.clear(*lane))

@@ -68,6 +68,17 @@ def test_a_tally_shows_what_a_histogram_shows(seconds: list[float]) -> None:
     assert shown[1][f"{LATENCY.name}_count"] == len(seconds)
 
 
+def test_a_tally_can_note_many_at_once() -> None:
+    metrics = Metrics(TABLE)
+    tally = metrics.tally(LATENCY)
+    tally.observe(LATENCY.buckets[0], 3)
+    tally.observe(LATENCY.buckets[1])
+    shown = scraped(metrics)
+    assert shown[f"{LATENCY.name}_count"] == 4
+    assert shown[f"{LATENCY.name}_bucket{{le={LATENCY.buckets[0]}}}"] == 3
+    assert shown[f"{LATENCY.name}_sum"] == 3 * LATENCY.buckets[0] + LATENCY.buckets[1]
+
+
 def test_a_tally_has_no_labels_and_is_bound_once() -> None:
     labelled = MetricDef(
         MetricKind.HISTOGRAM, "kvtier_test_apply_seconds", "Apply.", (TIER,), buckets=(1.0,)

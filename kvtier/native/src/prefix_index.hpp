@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "batch_message.hpp"
 #include "prefix_index_holders.hpp"
 #include "prefix_index_holdings.hpp"
 #include "prefix_index_match.hpp"
@@ -44,6 +45,13 @@ struct Batch {
   std::size_t lengths_count = 0;
   std::size_t parents_count = 0;
   Hashes hashes;
+};
+
+// What came of a run of messages.
+struct Run {
+  std::uint64_t messages = 0;
+  std::uint64_t events = 0;
+  Counts counts;
 };
 
 struct Digest {
@@ -115,6 +123,10 @@ class PrefixIndex {
 
   // False, without having done anything, where another thread has the index and `wait` is false.
   bool apply(std::int64_t holder, std::int64_t shard, const Batch& batch, Counts& counts, bool wait);
+  // Applies messages numbered `seq` and up, in order, and stops before the first that is not plain, not the next one or
+  // would be refused, and after what fills `room_blocks` or is enough for one call. Returns as `apply` does.
+  bool apply_messages(std::int64_t holder, std::int64_t shard, std::uint64_t seq, const std::vector<Column>& messages,
+                      std::int64_t room_blocks, Run& run, bool wait);
   Counts store(std::int64_t holder, std::int64_t tier, std::int64_t shard, Hashes hashes, std::uint64_t parent);
   Counts remove(std::int64_t holder, std::int64_t tier, std::int64_t shard, Hashes hashes);
   // Returns copies dropped; no tier: all, no shard: all.
@@ -157,6 +169,8 @@ class PrefixIndex {
   std::uint32_t check_tier(std::uint32_t holder, std::int64_t tier) const;
   void check_blocks(std::size_t count, std::int64_t most) const;
   std::vector<Event> check_batch(std::uint32_t holder, const Batch& batch) const;
+  bool apply_message(std::uint32_t holder, std::uint32_t shard, const BatchMessage& message,
+                     std::vector<std::uint64_t>& aligned, Run& run);
   std::vector<std::uint32_t> lanes_of(std::uint32_t holder, std::optional<std::uint32_t> tier,
                                       std::optional<std::uint32_t> shard) const;
   void apply_events(std::uint32_t holder, std::uint32_t shard, const Batch& batch, const std::vector<Event>& events,

@@ -65,6 +65,31 @@ nb::tuple apply(PrefixIndex& self, std::int64_t holder, std::int64_t shard, nb::
   return as_tuple(counts);
 }
 
+// Messages are bytes objects, which nobody can write to: they are read in place.
+nb::tuple apply_messages(PrefixIndex& self, std::int64_t holder, std::int64_t shard, std::uint64_t seq,
+                         nb::list messages, std::int64_t room_blocks) {
+  std::vector<Column> columns;
+  std::vector<nb::bytes> kept;  // the list may change while the GIL is given up
+  columns.reserve(messages.size());
+  kept.reserve(messages.size());
+  std::size_t bytes = 0;
+  for (const nb::handle message : messages) {
+    if (!PyBytes_CheckExact(message.ptr())) refuse_type("messages", "items must be bytes");
+    kept.push_back(nb::borrow<nb::bytes>(message));
+    columns.push_back({reinterpret_cast<const std::uint8_t*>(kept.back().c_str()), kept.back().size()});
+    bytes += kept.back().size();
+  }
+  index::Run run;
+  const bool is_brief = bytes <= APPLY_WITH_GIL_MAX * sizeof(std::uint64_t) * 2;
+  if (!is_brief || !self.apply_messages(holder, shard, seq, columns, room_blocks, run, false)) {
+    const nb::gil_scoped_release release;
+    self.apply_messages(holder, shard, seq, columns, room_blocks, run, true);
+  }
+  const index::Counts& counts = run.counts;
+  return nb::make_tuple(run.messages, run.events, counts.stored, counts.removed, counts.unknown, counts.refused,
+                        counts.evicted);
+}
+
 void match_into(const PrefixIndex& self, Hashes query, std::int64_t pool, MatchRows& rows) {
   // Giving up the GIL costs more than a short match, and waiting for a change while holding it costs all.
   if (self.is_brief(query.count) && self.match(query, pool, rows, false)) return;
@@ -200,6 +225,8 @@ void bind_prefix_index(nb::module_& m) {
       .def("holders", &PrefixIndex::holders, Release())
       .def("apply", &apply, nb::arg("holder"), nb::arg("shard"), nb::arg("kinds"), nb::arg("tiers"),
            nb::arg("lengths"), nb::arg("parents"), nb::arg("hashes"))
+      .def("apply_messages", &apply_messages, nb::arg("holder"), nb::arg("shard"), nb::arg("seq"),
+           nb::arg("messages"), nb::arg("room_blocks"))
       .def(
           "store",
           [](PrefixIndex& self, std::int64_t holder, std::int64_t tier, std::int64_t shard, nb::handle hashes,

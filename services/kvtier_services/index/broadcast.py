@@ -116,8 +116,16 @@ class Broadcast:
         if not self.followers:  # the most frequent change of all
             self.position += 1
             return
-        part = pb.HolderBatch(holder=stream[0], shard=stream[1], batch=convert.packed_to(batch))
-        self._tell(stream[0], lambda: pb.SnapshotResponse(batch=part))
+        self._tell_batch(stream, convert.packed_to(batch))
+
+    def messages_applied(self, stream: Stream, messages: list[bytes], count: int) -> None:
+        if not self.followers:
+            self.position += count
+            return
+        for message in messages[:count]:
+            batch = pb.PublishRequest.FromString(message).batch
+            batch.seq = 0  # its publisher's; a follower goes by the position
+            self._tell_batch(stream, batch)
 
     def stream_replaced(self, stream: Stream) -> None:
         receivers = [f for f in self.followers if stream[0] in f.holders]
@@ -212,6 +220,10 @@ class Broadcast:
 
     def _tell_holder(self, record: HolderRecord) -> None:
         self._tell(record.holder, lambda: pb.SnapshotResponse(holder=self.describe(record)))
+
+    def _tell_batch(self, stream: Stream, batch: pb.Batch) -> None:
+        part = pb.HolderBatch(holder=stream[0], shard=stream[1], batch=batch)
+        self._tell(stream[0], lambda: pb.SnapshotResponse(batch=part))
 
     def _tell(self, holder: HolderId, message: Callable[[], pb.SnapshotResponse]) -> None:
         self.position += 1

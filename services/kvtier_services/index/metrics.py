@@ -105,7 +105,7 @@ class IndexMetrics:
         self._streams = metrics.gauge(STREAMS)
         self._lagged = metrics.counter(LAGGED).at()
         self.match_took = metrics.tally(MATCH_SECONDS).observe
-        self.apply_took = metrics.tally(APPLY_SECONDS).observe
+        self._apply_tally = metrics.tally(APPLY_SECONDS)
         self._reservations = metrics.counter(RESERVATIONS)
         metrics.pull(QUERIED, lambda: [((), self.queried_blocks_count)])
         metrics.pull(MATCHED, lambda: [((), self.matched_blocks_count)])
@@ -143,6 +143,11 @@ class IndexMetrics:
             yield
         finally:
             gauge.dec()
+
+    def apply_took(self, seconds: float, count: int) -> None:
+        """`count` messages were taken in together: each is given an equal share of the time."""
+        if count:
+            self._apply_tally.observe(seconds / count, count)
 
     def matched(self, result: MatchResult) -> None:
         self.queried_blocks_count += result.blocks_queried

@@ -50,6 +50,7 @@ TURN_S_MAX: Final = 0.005
 """How long messages are taken in before others have their turn."""
 REPLIES_COUNT_MAX: Final = 16
 """Replies that wait for one publisher before nothing more is read from it."""
+_PUBLISH: Final = rpc.methods(rpc.INDEX)["Publish"]
 _WAITING: Final = frozenset({Verdict.STAGED, Verdict.HELD})
 """Nothing new can be acknowledged while a snapshot arrives, so the last number is said again: a
 publisher that heard nothing for as long as that takes would give up and begin anew, for ever."""
@@ -58,7 +59,7 @@ publisher that heard nothing for as long as that takes would give up and begin a
 class Intake:
     """What the publishers of one event loop have sent, taken in together once a millisecond.
 
-    A stream hands its message over and asks gRPC for the next one at once, so gRPC fetches while
+    A stream keeps its messages and asks gRPC for the next one at once, so gRPC fetches while
     messages are taken in; and those that are taken in one after the other find the caches warm.
     What comes after a pause is taken in at once. Work beyond `TURN_S_MAX` waits for the next turn
     of the loop, behind the calls that came meanwhile; so does each next slice of a large snapshot,
@@ -68,13 +69,15 @@ class Intake:
     def __init__(self, state: IndexState, clock: Callable[[], float]) -> None:
         self._state = state
         self._clock = clock
-        self._waiting: deque[tuple[PublishStream, pb.PublishRequest]] = deque()
+        self._waiting: deque[PublishStream] = deque()
+        """Streams whose messages wait, each once."""
         self._loop = asyncio.get_running_loop()
         self._due: asyncio.Handle | None = None
         self._gather_until = 0.0
 
-    def put(self, stream: "PublishStream", request: pb.PublishRequest) -> None:
-        self._waiting.append((stream, request))
+    def put(self, stream: "PublishStream") -> None:
+        """Take in what waits in `stream`, which is not waiting yet."""
+        self._waiting.append(stream)
         if self._due is None:
             pause_s = self._gather_until - self._clock()
             if pause_s > 0:
@@ -90,24 +93,27 @@ class Intake:
 
     def _take_in(self) -> None:
         self._due = None
+        waiting = self._waiting
         now = self._clock()
         until = now + TURN_S_MAX
         postponed = []
         try:
-            while self._waiting and now < until:
-                stream, request = self._waiting.popleft()
+            while waiting and now < until:
+                stream = waiting.popleft()
                 if stream.is_replacing:
-                    postponed.append((stream, request))
-                else:
-                    now = stream.take(request)
+                    postponed.append(stream)
+                    continue
+                now = stream.take(now)
+                if stream.has_waiting:
+                    waiting.append(stream)
             if self._state.has_work:
                 done = self._state.work(now)
                 if isinstance(done, PublishStream):
                     done.replaced()
         finally:  # a bug in one stream is reported by the loop and does not hold up the others
-            self._waiting.extendleft(reversed(postponed))
+            waiting.extendleft(reversed(postponed))
             self._gather_until = now + GATHER_S
-            if self._waiting or self._state.has_work:
+            if waiting or self._state.has_work:
                 self._due = self._loop.call_soon(self._take_in)
 
 
@@ -141,10 +147,10 @@ class PublishStream:
         self._replies: deque[pb.PublishResponse] = deque()
         self._to_send = asyncio.Event()
         self._sent = asyncio.Event()
-        self._waiting_count = 0
+        self._waiting: list[bytes] = []
+        """What was read and not yet taken in."""
         self._taken = asyncio.Event()
-        """No message of this stream waits in the intake."""
-        self._taken.set()
+        """Set whenever nothing waits any more."""
         self._is_ending = False
         self._error: CallerError | ForbiddenError | None = None
 
@@ -154,7 +160,7 @@ class PublishStream:
         sending = asyncio.create_task(self._send(context))
         try:
             await asyncio.wait({reading, sending}, return_when=asyncio.FIRST_COMPLETED)
-            await self._taken.wait()  # what was read last may still wait for its turn
+            await self._all_taken()  # what was read last may still wait for its turn
             if not sending.done():
                 # Not cancelled: in the midst of a write that would spoil the status of the call.
                 self._end(self._error)
@@ -176,17 +182,23 @@ class PublishStream:
                 raise end
 
     async def _read(self, context: Context) -> None:
-        while (request := await context.read()) is not grpc.aio.EOF:
-            self._waiting_count += 1
-            self._taken.clear()
-            self._intake.put(self, request)
-            is_large = request is not rpc.MALFORMED and request.ByteSize() > LARGE_BYTES
-            if is_large or self._waiting_count >= WAITING_COUNT_MAX:
+        read, waiting, put = context.read, self._waiting, self._intake.put
+        while (message := await read()) is not grpc.aio.EOF:
+            waiting.append(message)
+            count = len(waiting)
+            if count == 1:
+                put(self)
+            if count >= WAITING_COUNT_MAX or len(message) > LARGE_BYTES:
                 self._intake.hurry()
-                await self._taken.wait()
+                await self._all_taken()
             while len(self._replies) > REPLIES_COUNT_MAX or self._is_ending:
                 self._sent.clear()  # it does not read what it is told: read no more from it
                 await self._sent.wait()
+
+    async def _all_taken(self) -> None:
+        while self._waiting:
+            self._taken.clear()
+            await self._taken.wait()
 
     async def _send(self, context: Context) -> None:
         """Write replies in their order; ends when the stream is to end."""
@@ -208,19 +220,19 @@ class PublishStream:
             self._ack_seq = self._known.acceptor.applied_seq
             self._acknowledge()
 
-    def take(self, request: pb.PublishRequest) -> float:
-        """Handle one message; returns the time after that."""
-        began = self._clock()
-        self._waiting_count -= 1
-        if self._waiting_count == 0:
-            self._taken.set()
-        if self._is_ending:
-            return began
-        is_bug = True
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a message waits to be taken in."""
+        return bool(self._waiting)
+
+    def take(self, now: float) -> float:
+        """Handle the message that waits longest, and at once those behind it that are plain.
+
+        Returns the time after that.
+        """
+        waiting, is_bug, count = self._waiting, True, 1
         try:
-            outcome = self._outcome(request, began)
-            if outcome is not None:
-                self._reply(outcome)
+            count = 0 if self._is_ending else self._advance(now) or self._take_one(now)
             is_bug = False
         except (CallerError, ForbiddenError) as error:
             self._end(error)
@@ -228,9 +240,34 @@ class PublishStream:
         finally:
             if is_bug:
                 self._end(None)
+            if self._is_ending:  # nobody hears what waits behind it
+                waiting.clear()
+            else:
+                del waiting[:count]
+            if not waiting:
+                self._taken.set()
         ended = self._clock()
-        self._metrics.apply_took(ended - began)
+        self._metrics.apply_took(ended - now, count)
         return ended
+
+    def _advance(self, now: float) -> int:
+        """Take in batches that come next, as many as nothing stands in the way of."""
+        stream = self._stream
+        known = self._known
+        if stream is None or known is None or self._state.stream(stream) is not known:
+            return 0
+        count = self._state.advance(stream, self._epoch, self._waiting, now)
+        if count:
+            self._ack_seq = known.acceptor.applied_seq
+            self._acknowledge()
+        return count
+
+    def _take_one(self, now: float) -> int:
+        """Take in whatever comes next; returns 1, which is how many messages that was."""
+        outcome = self._outcome(rpc.parsed(_PUBLISH, self._waiting[0]), now)
+        if outcome is not None:
+            self._reply(outcome)
+        return 1
 
     def _end(self, error: CallerError | ForbiddenError | None) -> None:
         """The stream is over once what it is still to be told is sent."""
@@ -243,7 +280,7 @@ class PublishStream:
 
     def _outcome(self, request: pb.PublishRequest, now: float) -> Outcome[PackedBatch] | None:
         """What a message does; None where it has been answered already."""
-        kind = rpc.well_formed(request).WhichOneof("message")
+        kind = request.WhichOneof("message")
         if kind == "hello":
             return self._hello(request.hello, now)
         if self._stream is None:
@@ -280,13 +317,8 @@ class PublishStream:
 
     def _batch(
         self, stream: Stream, request: pb.PublishRequest, columns: PackedBatch, now: float
-    ) -> Outcome[PackedBatch] | None:
-        seq = Seq(request.batch.seq)
-        if self._state.advance(stream, self._epoch, seq, columns, now):
-            self._ack_seq = seq
-            self._acknowledge()
-            return None
-        batch = Batch(self._epoch, seq, columns, columns.payload_bytes)
+    ) -> Outcome[PackedBatch]:
+        batch = Batch(self._epoch, Seq(request.batch.seq), columns, columns.payload_bytes)
         return self._state.batch(stream, batch, now)
 
     def _snapshot(

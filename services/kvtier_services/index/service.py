@@ -64,11 +64,12 @@ class IndexService:
                 "WatchFleet": self.watch_fleet,
                 "Stats": self.stats,
             },
+            raw={"Publish"},
         )
 
     # ---- publishers
 
-    async def publish(self, _: AsyncIterator[pb.PublishRequest], context: Context) -> None:
+    async def publish(self, _: AsyncIterator[bytes], context: Context) -> None:
         with self._metrics.open_stream("publish"):
             stream = PublishStream(
                 self._state, self._clock, self._welcome, self._metrics, self._intake

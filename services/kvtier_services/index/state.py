@@ -48,7 +48,7 @@ from kvtier.core.reservations import (
 )
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
-from kvtier.types import Epoch, HolderId, HolderKind, Seq, Tier, Trust
+from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
 from kvtier_services.index.replacing import SLICE_BLOCKS, Replacement
 
 STAGED_BLOCK_BYTES: Final = 22
@@ -74,6 +74,7 @@ class Changes(Protocol):
     def holder_resumed(self, holder: HolderId) -> None: ...
     def holder_left(self, record: HolderRecord) -> None: ...
     def batch_applied(self, stream: Stream, batch: PackedBatch) -> None: ...
+    def messages_applied(self, stream: Stream, messages: list[bytes], count: int) -> None: ...
     def stream_replaced(self, stream: Stream) -> None: ...
     def reserved(self, ticket: int, reservation: Reservation) -> None: ...
     def reservation_over(self, ticket: int, reservation: Reservation) -> None: ...
@@ -193,22 +194,36 @@ class IndexState:
             self._changes.holder_changed(holder)
         return stream, outcome
 
-    def advance(
-        self, stream: Stream, epoch: Epoch, seq: Seq, columns: PackedBatch, now: float
-    ) -> bool:
-        """The batch that nearly every message is: next in order, nothing in the way.
+    def advance(self, stream: Stream, epoch: Epoch, messages: list[bytes], now: float) -> int:
+        """Take in what nearly every message is: a batch, next in order, nothing in its way.
 
-        True: it is applied and can be acknowledged. False: nothing has changed, see `batch`.
+        `messages` are requests as they came off the wire. Returns how many of them, from the first,
+        are applied and can be acknowledged; the next one has changed nothing, see `batch`.
+        LimitError as there, once all that fits is applied.
         """
         state = self._stream(stream)
-        is_plain = state.replacement is None and _fits(state.own_tiers, columns)
-        if not is_plain or not state.acceptor.advance(epoch, seq):
-            return False
-        self.counts.verdicts[Verdict.APPLY] += 1
-        self._apply(stream, state, columns)
+        seq = state.acceptor.next_plain(epoch)
+        if seq is None or state.replacement is not None:
+            return 0
+        run = self._index.apply_messages(stream[0], stream[1], seq, messages, state.room_blocks)
+        count, events, stored, removed, unknown, _, evicted = run
+        if not count:
+            return 0
+        state.acceptor.advance(count)
+        counts = self.counts
+        counts.verdicts[Verdict.APPLY] += count
+        counts.events_applied += events
+        counts.blocks_stored += stored
+        counts.blocks_removed += removed
+        counts.blocks_unknown += unknown
+        counts.blocks_evicted += evicted
+        if evicted:
+            self._mark_truncated()
+        state.room_blocks -= stored
+        self._changes.messages_applied(stream, messages, count)
         self._tell_trust(stream, state)
         self._applied(stream, state, now)
-        return True
+        return count
 
     def batch(
         self, stream: Stream, message: Batch[PackedBatch], now: float
