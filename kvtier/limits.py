@@ -199,3 +199,37 @@ COMPLETION_CHOICES_MAX: Final = 128
 """Sequences of one HTTP request: prompts times n."""
 COMPLETION_BODY_BYTES_MAX: Final = 32 << 20
 """A prompt of PROMPT_TOKENS_MAX ids fits no client's patience; this one does."""
+
+# Text: tokenizers, chat templates, requests
+TOKENIZER_BYTES_MAX: Final = 256 << 20
+"""tokenizer.json; the largest public ones have 35 MB."""
+MODEL_FILE_BYTES_MAX: Final = 16 << 20
+"""Any other file of a model directory that is read as text."""
+ADDED_TOKENS_COUNT_MAX: Final = 1 << 15
+"""Added tokens of a tokenizer that texts are cut at."""
+TEMPLATE_CHARS_MAX: Final = 1 << 20
+"""Source of one chat template."""
+CHAT_TEMPLATES_COUNT_MAX: Final = 64
+"""Named templates of one model."""
+TEMPLATE_STEPS_MAX: Final = 1 << 20
+"""Calls and loop items of one run of a chat template."""
+TEMPLATE_BUILT_CHARS_MAX: Final = 1 << 30
+"""Characters of all texts that one run joins on its way to the result."""
+TEMPLATE_INDENT_MAX: Final = 64
+RENDERED_CHARS_MAX: Final = 32 << 20
+"""A rendered chat, and any text to tokenise."""
+CHAT_MESSAGES_COUNT_MAX: Final = 1 << 14
+JSON_DEPTH_MAX: Final = 64
+"""Nesting of a request, and of one message or tool in it."""
+SEGMENT_CACHE_BYTES_MAX: Final = 4 << 30
+"""Remembered tokens of one model's text segments."""
+
+# OpenAI's protocol
+REQUEST_BYTES_MAX: Final = 64 << 20
+"""Body of one request; a million tokens as text have about 5 MB."""
+SSE_EVENT_BYTES_MAX: Final = 8 << 20
+"""One event of a relayed stream."""
+PROMPTS_COUNT_MAX: Final = 4096
+"""Prompts in one request for completions."""
+CHOICES_COUNT_MAX: Final = 128
+"""Answers to one prompt."""

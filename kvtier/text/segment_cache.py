@@ -1,0 +1,84 @@
+"""Token ids of text segments seen before, bounded by bytes, least recently used out first.
+
+What must not live here: where a text may be cut (segments.py).
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+"""One-dimensional, C-contiguous, read-only where it comes from a cache."""
+
+_ENTRY_BYTES: Final = 400
+"""Of the map's slot, key tuple, text and array objects around the content."""
+_SHARE_OF_ONE: Final = 8
+"""One segment may fill an eighth of the cache: longer ones are not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a cache has done since it was made, and what it holds."""
+
+    hits: int
+    misses: int
+    evictions: int
+    entries: int
+    bytes: int
+
+
+class SegmentCache:
+    """(scope, segment) → token ids. Safe to share between threads; no call waits for long.
+
+    The scope is part of the key because a hit is faster than a miss: without it a tenant could
+    find out by time what others have sent.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._entries: OrderedDict[tuple[str, str], TokenIds] = OrderedDict()
+        self._lock = threading.Lock()
+        self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def get(self, scope: str, segment: str) -> TokenIds | None:
+        """Return the ids of `segment`, None where it is not held; it becomes the newest."""
+        key = (scope, segment)
+        with self._lock:
+            ids = self._entries.get(key)
+            if ids is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+                self._entries.move_to_end(key)
+            return ids
+
+    def put(self, scope: str, segment: str, ids: TokenIds) -> None:
+        """Keep `ids`, which becomes read-only, and drop the oldest until the rest fits."""
+        ids.flags.writeable = False
+        size = _size(scope, segment, ids)
+        if size * _SHARE_OF_ONE > self._bytes_max:
+            return
+        with self._lock:
+            if (scope, segment) in self._entries:
+                return
+            self._entries[scope, segment] = ids
+            self._bytes += size
+            while self._bytes > self._bytes_max:
+                (old_scope, old_segment), old_ids = self._entries.popitem(last=False)
+                self._bytes -= _size(old_scope, old_segment, old_ids)
+                self._evictions += 1
+
+    def stats(self) -> CacheStats:
+        """Return a copy of the counters."""
+        with self._lock:
+            entries = len(self._entries)
+            return CacheStats(self._hits, self._misses, self._evictions, entries, self._bytes)
+
+
+def _size(scope: str, segment: str, ids: TokenIds) -> int:
+    """Bytes of an entry; a scope's text is shared by its entries, and counted all the same."""
+    return _ENTRY_BYTES + 4 * (len(scope) + len(segment)) + ids.nbytes
