@@ -166,6 +166,11 @@ class Books:
         """Have a block dropped at the next `flush`; the books hear of it from the tier."""
         self._dram_drops[name] = None
 
+    @property
+    def has_drops(self) -> bool:
+        """Whether the next `flush` has anything to do."""
+        return bool(self._dram_drops)
+
     async def flush(self) -> None:
         """Drop from DRAM what is due. Cancelled or failed, it is due again."""
         while self._dram_drops:

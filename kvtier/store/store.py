@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Final
 
 from kvtier.core.eviction import LruPolicy, Policy
 from kvtier.core.frame import FrameName, KeyKind
@@ -45,7 +46,7 @@ from kvtier.store.books import Books, Parts, Quiet
 from kvtier.store.flights import Flights
 from kvtier.store.gates import ByteGate, TierGuard
 from kvtier.store.lane import Lane
-from kvtier.store.naming import block_key, frame_name, writer_name
+from kvtier.store.naming import block_key, frame_name, held_block, writer_name
 from kvtier.store.reads import Reads
 from kvtier.store.values import (
     SHARED_TIERS,
@@ -59,16 +60,24 @@ from kvtier.store.values import (
     StoreTier,
     TieredStoreConfig,
     TierView,
+    WrittenBlock,
 )
 from kvtier.store.watch import TierWatch
 from kvtier.store.writes import Writes
 from kvtier.tiers.tally import require_open
 from kvtier.types import Fingerprint, Tier
 
+ADOPT_S: Final = 0.002
+"""How long what a writer put by itself may wait for its booking while nothing else is asked."""
+ADOPTIONS_MAX: Final = 1024
+"""Blocks that may wait so ..."""
+ADOPTIONS_BYTES_MAX: Final = 64 << 20
+"""... and their bytes: what waits is evicted by the arena alone, without a copy below."""
 PROBE_S = 1.0
 """How long a tier may take to show that it is back."""
 _PROBE_NAME = FrameName(KeyKind.PREFIX_KEY, bytes(32), Fingerprint(bytes(32)))
 _EVERYTHING = ReadOptions()
+_DRAM = Tier.DRAM
 
 
 def _lru(_: Tier, __: int) -> Policy[BlockKey]:
@@ -93,6 +102,9 @@ class TieredStore:
         self._reads = Reads(self._books, parts, self._flights, self._writes, shared)
         self._pins: dict[PinId, list[Callable[[], None]]] = {}
         self._probing: set[Tier] = set()
+        self._written: dict[FrameName, tuple[WrittenBlock, int]] = {}
+        self._written_bytes = 0
+        self._catching_up: asyncio.TimerHandle | None = None
         self._is_open = True
         self._is_ended = False
         for lane in self._lanes.values():
@@ -118,6 +130,7 @@ class TieredStore:
         """
         require_batch(requests, deadline_s)
         require_open(self._is_open)
+        self._catch_up()
         return await self._reads.get_many(requests, deadline_s, options)
 
     async def put_many(
@@ -129,6 +142,7 @@ class TieredStore:
         """
         require_batch(requests, deadline_s)
         require_open(self._is_open)
+        self._catch_up()
         return await self._writes.put_many(requests, deadline_s, reuse)
 
     async def bring_up(
@@ -144,6 +158,7 @@ class TieredStore:
         """
         require_batch(names, deadline_s)
         require_open(self._is_open)
+        self._catch_up()
         async for known in self._reads.bring_up(names, deadline_s, options):
             yield known
 
@@ -153,6 +168,7 @@ class TieredStore:
         """Begin to bring blocks into DRAM; returns at once how many are there or on their way."""
         require_batch(names, 0.0)
         require_open(self._is_open)
+        self._catch_up()
         return self._reads.prefetch(names, options)
 
     async def contains(
@@ -164,6 +180,7 @@ class TieredStore:
         """
         require_batch(names, deadline_s)
         require_open(self._is_open)
+        self._catch_up()
         down = {t for t, guard in self._parts.guards.items() if guard.is_down(self._parts.clock())}
         found = [self._planner.tiers_of(block_key(name)) - down for name in names]
         if shared is SharedTier.SKIP:
@@ -181,17 +198,31 @@ class TieredStore:
     def touch(self, names: Sequence[FrameName]) -> None:
         """Count a use of a chain that was read in place, in DRAM."""
         if self._is_open:
+            self._catch_up()
             self._books.tally.hits[Tier.DRAM] += len(names)
             keys = [block_key(name) for name in names[:MATCH_BLOCKS_MAX]]
             self._books.carry_out(self._planner.touch(keys, self._parts.clock()))
 
-    async def adopt(self, blocks: Sequence[Block], checksums: Sequence[int]) -> None:
+    def adopt(self, blocks: Sequence[WrittenBlock], checksums: Sequence[int]) -> None:
         """Take blocks of one chain into the books that a writer put into DRAM by itself.
 
-        With the checksums of their payloads. Those that may not stay are dropped before it returns.
+        With the checksums of their payloads. They are in the books before anything else is asked of
+        the store, else a moment later: booking costs as much as copying, and no writer needs to
+        wait for it. What may not stay is dropped then.
         """
         require_open(self._is_open)
-        self._writes.adopt(blocks, checksums)
+        for block, seen in zip(blocks, checksums, strict=True):
+            self._written[block.name] = (block, seen)
+            self._written_bytes += block.payload_bytes
+        if len(self._written) >= ADOPTIONS_MAX or self._written_bytes >= ADOPTIONS_BYTES_MAX:
+            self._catch_up()
+        elif self._catching_up is None:
+            loop = asyncio.get_running_loop()
+            self._catching_up = loop.call_later(ADOPT_S, self._catch_up)
+
+    async def caught_up(self) -> None:
+        """Have what was adopted in the books, and what may not stay dropped, before it returns."""
+        self._catch_up()
         await self._books.flush()
 
     async def drop(self, selection: Selection, deadline_s: float) -> int:
@@ -202,6 +233,7 @@ class TieredStore:
         knows of (a shared one, by namespace, scope or writer) must be dropped by calling again.
         """
         require_open(self._is_open)
+        self._catch_up()
         actions = self._planner.drop(_known(selection))
         self._books.carry_out(actions)
         count = len({action.key for action in actions if isinstance(action, Cancel | Drop)})
@@ -241,6 +273,7 @@ class TieredStore:
         CallerError for impossible terms, OverloadedError beyond the number of pins.
         """
         require_open(self._is_open)
+        self._catch_up()
         keys = [block_key(name) for name in names]
         pinned = self._planner.pin(keys, terms.priority, terms.ttl_s, self._parts.clock())
         held = tuple(frame_name(key) for key in pinned.keys)
@@ -266,6 +299,7 @@ class TieredStore:
 
     def tier_lost(self, tier: Tier) -> None:
         """A tier has started empty behind the store's back."""
+        self._catch_up()
         self._planner.tier_lost(tier)
 
     def vanished(self, tier: Tier, names: Iterable[FrameName]) -> None:
@@ -274,6 +308,7 @@ class TieredStore:
 
     def stats(self) -> StoreStats:
         """See `StoreStats`."""
+        self._catch_up()
         now = self._parts.clock()
         quotas = self._parts.config.planner.quotas
         return StoreStats(
@@ -291,6 +326,7 @@ class TieredStore:
 
     async def settled(self, deadline_s: float) -> bool:
         """Wait until nothing is on its way down; False where the deadline came first."""
+        self._catch_up()
         try:
             async with asyncio.timeout(max(0.0, deadline_s - self._parts.clock())):
                 for lane in self._lanes.values():
@@ -303,6 +339,7 @@ class TieredStore:
         """Take nothing more, let demotions go on for `drain_s`, and end every task. Idempotent."""
         if not self._is_open:
             return
+        self._catch_up()
         self._is_open = False
         await self.settled(self._parts.clock() + self._parts.config.drain_s)
         self._is_ended = True
@@ -315,6 +352,22 @@ class TieredStore:
 
     # Time
 
+    def _catch_up(self) -> None:
+        """Take what writers put into DRAM by themselves into the books, but for what has gone."""
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            self._catching_up = None
+        if not self._written:
+            return
+        written, self._written, self._written_bytes = self._written, {}, 0
+        there = [one for one in written.values() if self._parts.watch.holds(_DRAM, one[0].name)]
+        self._writes.adopt(
+            [held_block(b.name, b.payload_bytes, b.owner, b.retention) for b, _ in there],
+            [seen for _, seen in there],
+        )
+        if self._books.has_drops:
+            self._spawn(self._books.flush())
+
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if self._is_ended:
             work.close()
@@ -326,6 +379,7 @@ class TieredStore:
     async def _tick_for_ever(self) -> None:
         while True:
             await asyncio.sleep(self._parts.config.tick_s)
+            self._catch_up()
             self._books.carry_out(self._planner.tick(self._parts.clock()))
             for pin_id in [p for p in self._pins if not self._planner.has_pin(p)]:
                 self.unpin(pin_id)

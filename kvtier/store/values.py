@@ -10,14 +10,30 @@ from math import inf
 from typing import Final, Protocol
 
 from kvtier.core.checks import require_integer
-from kvtier.core.eviction import PRIORITY_DEFAULT, PinToken
+from kvtier.core.eviction import PRIORITY_DEFAULT, PinToken, Retention
 from kvtier.core.frame import FrameName
 from kvtier.core.health import BreakerPolicy
 from kvtier.core.planner import PinId, PlannerConfig, Reason, Reuse, TierUsage, Verdict
 from kvtier.errors import CallerError
 from kvtier.limits import STORE_IN_FLIGHT_BYTES_MAX, TIER_BATCH_BLOCKS_MAX
-from kvtier.ports import NO_SCOPE, BlockTier, RemovalCause, TierStats
+from kvtier.ports import NO_SCOPE, BlockOwner, BlockTier, RemovalCause, TierStats
 from kvtier.types import ScopeId, Tier
+
+
+class WrittenBlock(Protocol):
+    """A block that a writer put into DRAM past the store. Never changed."""
+
+    @property
+    def name(self) -> FrameName: ...
+
+    @property
+    def payload_bytes(self) -> int: ...
+
+    @property
+    def owner(self) -> BlockOwner: ...
+
+    @property
+    def retention(self) -> Retention: ...
 
 
 @dataclass(frozen=True, slots=True)

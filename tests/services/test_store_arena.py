@@ -38,6 +38,8 @@ async def put(arena: GovernedArena, *numbers: int) -> list[PutStatus]:
     wanted = [Wanted(name_of(n), SIZE, BlockOwner(1)) for n in numbers]
     payloads = [memoryview(payload_of(n, SIZE)) for n in numbers]
     results = await arena.write_many(wanted, payloads, [None] * len(numbers), soon())
+    if arena.store is not None:
+        await arena.store.caught_up()
     return [result.status for result in results]
 
 

@@ -22,6 +22,7 @@ from kvtier.ports import (
     Selection,
 )
 from kvtier.store import PinTerms, Presence, ReadOptions, SharedTier, held_block
+from kvtier.tiers.arena.holdings import Wanted
 from kvtier.tiers.faulty import Hang, Operation, Rule
 from kvtier.types import ScopeId, Tier
 from tests.harness.waiting import eventually_async
@@ -367,8 +368,9 @@ async def adopt(rig: Rig, *numbers: int, version: int = 0) -> None:
     """Put blocks into DRAM past the store, and have it take them into its books."""
     requests = [put_of(n, version=version) for n in numbers]
     await rig.memory[Tier.DRAM].put_many(requests, soon())
-    blocks = [held_block(r.name, BLOCK_BYTES, r.owner) for r in requests]
-    await rig.store.adopt(blocks, [checksum(r.payload) for r in requests])
+    written = [Wanted(r.name, BLOCK_BYTES, r.owner) for r in requests]
+    rig.store.adopt(written, [checksum(r.payload) for r in requests])
+    await rig.store.caught_up()
 
 
 async def test_what_a_writer_put_into_dram_by_itself_is_like_any_other_block() -> None:
@@ -380,6 +382,26 @@ async def test_what_a_writer_put_into_dram_by_itself_is_like_any_other_block() -
         usage = rig.store.stats().tiers[Tier.DRAM].usage
         assert usage.blocks_count == len(rig.memory[Tier.DRAM].names()) <= 4
         assert rig.store.stats().counts.demoted[Tier.NVME] >= 8
+
+
+async def test_whoever_asks_next_knows_what_a_writer_put_by_itself() -> None:
+    async with a_rig(ROOMY) as rig:
+        request = put_of(1)
+        await rig.memory[Tier.DRAM].put_many([request], soon())
+        written = [Wanted(request.name, BLOCK_BYTES, request.owner)]
+        rig.store.adopt(written, [checksum(request.payload)])
+        assert await rig.store.contains([request.name], soon()) == [{Tier.DRAM}]
+        assert rig.store.stats().tiers[Tier.DRAM].usage.blocks_count == 1
+
+
+async def test_what_went_before_it_was_booked_is_not_booked() -> None:
+    async with a_rig(ROOMY) as rig:
+        request = put_of(1)
+        await rig.memory[Tier.DRAM].put_many([request], soon())
+        written = [Wanted(request.name, BLOCK_BYTES, request.owner)]
+        rig.store.adopt(written, [checksum(request.payload)])
+        await rig.memory[Tier.DRAM].drop(ByNames((request.name,)), soon())
+        assert rig.store.stats().tiers[Tier.DRAM].usage.blocks_count == 0
 
 
 async def test_what_cannot_be_adopted_leaves_dram() -> None:

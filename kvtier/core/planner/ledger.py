@@ -287,6 +287,8 @@ class Ledger:
 
     def sync_holds(self, record: Record) -> None:
         """Hold what is pinned, being read or being demoted; let go of the rest."""
+        if not (record.pins or record.flight or record.demotion or record.holds):
+            return  # most blocks, most of the time
         for tier in record.tiers:
             policy = self._tiers[tier].pool(record.block.scope_id).policy
             is_source = any(

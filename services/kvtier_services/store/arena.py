@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 from kvtier.core.eviction import LruPolicy, PinToken, Removal
 from kvtier.core.frame import FrameName
-from kvtier.core.planner import Block
 from kvtier.errors import KvtierError
 from kvtier.ports import PutRequest, PutResult, PutStatus
-from kvtier.store import TieredStore, held_block
+from kvtier.store import TieredStore
 from kvtier.tiers.arena.holdings import Reservation, Wanted
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
 from kvtier.tiers.tally import payload_view
@@ -127,7 +126,7 @@ class GovernedArena(ArenaTier):
         if self.store is None:
             return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
         results = await super().write_many(wanted, payloads, declared, deadline_s)
-        return await self._adopted(wanted, results)
+        return self._adopted(wanted, results)
 
     async def write_reserved(
         self,
@@ -137,24 +136,22 @@ class GovernedArena(ArenaTier):
     ) -> list[PutResult]:
         """Blocks for which a client had taken slots: published, then taken into the books."""
         results = await super().write_reserved(reservations, payloads, checksums)
-        return await self._adopted([one.wanted for one in reservations], results)
+        return self._adopted([one.wanted for one in reservations], results)
 
-    async def _adopted(self, wanted: Sequence[Wanted], results: list[PutResult]) -> list[PutResult]:
+    def _adopted(self, wanted: Sequence[Wanted], results: list[PutResult]) -> list[PutResult]:
         """Have the planner know what was stored. What it does not keep has been stored all the
         same: a block may vanish at any time."""
-        blocks: list[Block] = []
-        checksums: list[int] = []
-        for one, result in zip(wanted, results, strict=True):
-            if result.status is PutStatus.STORED:
-                held = self.held(one.name)
-                if held is not None:
-                    blocks.append(held_block(one.name, one.payload_bytes, one.owner, one.retention))
-                    checksums.append(held.payload_checksum)
-        if blocks and self.store is not None:
-            try:
-                await self.store.adopt(blocks, checksums)
-            except KvtierError:
-                return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
+        if self.store is None:
+            return results
+        kept = [
+            (one, held.payload_checksum)
+            for one, result in zip(wanted, results, strict=True)
+            if result.status is PutStatus.STORED and (held := self.held(one.name)) is not None
+        ]
+        try:
+            self.store.adopt([one for one, _ in kept], [seen for _, seen in kept])
+        except KvtierError:
+            return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
         return results
 
     def touch_entries(self, located: Iterable[tuple[int, int]]) -> None:
