@@ -197,8 +197,6 @@ STOP_STRING_CHARS_MAX: Final = 256
 LOGIT_BIASES_COUNT_MAX: Final = 1024
 COMPLETION_CHOICES_MAX: Final = 128
 """Sequences of one HTTP request: prompts times n."""
-COMPLETION_BODY_BYTES_MAX: Final = 32 << 20
-"""A prompt of PROMPT_TOKENS_MAX ids fits no client's patience; this one does."""
 
 # Text: tokenizers, chat templates, requests
 TOKENIZER_BYTES_MAX: Final = 256 << 20

@@ -25,6 +25,7 @@ ENVIRONMENT_READERS = {"kvtier/config.py"}
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
 WALL_CLOCK_READERS = {
     "kvtier/security/clock.py": "certificates and tokens expire by wall time",
+    "services/kvtier_services/worker/http/settings.py": "answers say when they were created",
     "kvtier/text/clock.py": "chat templates print the date",
 }
 BROAD = {"Exception", "BaseException"}
@@ -138,7 +139,8 @@ UNIMPORTED = {
     "kvtier.core.quotas": "decides for the router, which is not built yet",
     "kvtier.core.scopes": "decides for the router, which is not built yet",
     "kvtier.core.scoring": "decides for the router, which is not built yet",
-    "kvtier_services.worker.requests": "the seam of the worker, whose two sides are not built yet",
+    "kvtier_services.worker.http.access": "for the worker's composition root, which is being built",
+    "kvtier_services.worker.http.app": "for the worker's composition root, which is being built",
     "kvtier.paged.runner": "what engines implement; the worker will import it",
     "kvtier.openai.requests": "for router and worker, which are being built",
     "kvtier.openai.usage": "for the router, which is not built yet",

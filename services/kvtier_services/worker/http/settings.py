@@ -1,0 +1,44 @@
+"""What an operator can set of the endpoint. What must not live here: addresses, credentials."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError
+from kvtier.limits import REQUEST_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """Ceilings and deadlines of the HTTP endpoint."""
+
+    body_bytes_max: int = 16 << 20
+    """Of one request."""
+    bodies_bytes_max: int = 256 << 20
+    """Of all requests that are being read or prepared."""
+    body_ms_max: int = 30_000
+    """To send a body."""
+    requests_max: int = 1024
+    """Requests at once, of any kind; more are turned away."""
+    generation_ms_max: int = 3_600_000
+    """From a request's body to the end of its answer."""
+    write_ms_max: int = 60_000
+    """For a client to take what it has asked for."""
+    check_ms_max: int = 10_000
+    """For the token that /health computes."""
+    check_fresh_ms: int = 1_000
+    """How long that token's verdict answers further probes."""
+    wall: Callable[[], float] = time.time
+    """Seconds since 1970: answers say when they were created."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.body_bytes_max <= REQUEST_BYTES_MAX:
+            raise ConfigError(f"body_bytes_max must be 1 to {REQUEST_BYTES_MAX}")
+        if self.bodies_bytes_max < self.body_bytes_max:
+            raise ConfigError("bodies_bytes_max is less than body_bytes_max")
+        numbers = (
+            self.body_ms_max, self.requests_max, self.generation_ms_max, self.write_ms_max,
+            self.check_ms_max,
+        )  # fmt: skip
+        if min(numbers) < 1 or self.check_fresh_ms < 0:
+            raise ConfigError("ceilings and deadlines of the endpoint must be positive")
