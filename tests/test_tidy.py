@@ -139,7 +139,6 @@ UNIMPORTED = {
     "kvtier.core.quotas": "decides for the router, which is not built yet",
     "kvtier.core.scopes": "decides for the router, which is not built yet",
     "kvtier.core.scoring": "decides for the router, which is not built yet",
-    "kvtier_services.worker.http.access": "for the worker's composition root, which is being built",
     "kvtier_services.worker.http.app": "for the worker's composition root, which is being built",
     "kvtier.paged.runner": "what engines implement; the worker will import it",
     "kvtier.openai.requests": "for router and worker, which are being built",
