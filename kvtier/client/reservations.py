@@ -111,6 +111,19 @@ class ReserveSession:
                 self._live.pop(wanted.key, None)
                 self._send(pb.ReserveRequest(release_key=wanted.key))
 
+    def tell(self, wanted: OwnReservation) -> None:
+        """As `reserve`, but nobody waits for an answer, and none is an error: for a caller whose
+        own decision stands whatever an index says of it. Beyond a limit nothing is told."""
+        now = asyncio.get_running_loop().time()
+        if len(self._live) >= RESERVATIONS_PER_ROUTER_MAX:
+            if next(iter(self._live.values())).ends_at > now:
+                return
+            self._forget_ended()
+        if wanted.key in self._live or len(self._live) >= RESERVATIONS_PER_ROUTER_MAX:
+            return
+        self._live[wanted.key] = _Live(wanted, now + wanted.ttl_ms / 1000)
+        self._send(pb.ReserveRequest(reserve=_message(wanted, wanted.ttl_ms)))
+
     def release(self, key: str) -> None:
         """Give one back, at every index; returns at once. Unknown keys are no error."""
         if self._live.pop(key, None) is not None:

@@ -241,7 +241,7 @@ def decide(
         raise CallerError(f"u must be in [0, 1), got {u!r}")
     _check(fleet, speeds)
     costs = _costs(ask, fleet, speeds, weights)
-    mask, u = _candidates(ask, fleet, u)
+    mask, u = candidates(ask, fleet, u)
     total_s = costs.total_s
     total_s[~mask] = inf
     best_s = float(total_s.min())
@@ -357,8 +357,12 @@ def _fetch(
     return load_s, speeds.prefill_token_s.copy(), reach[:, near]
 
 
-def _candidates(ask: Ask, fleet: Fleet, u: float) -> tuple[BoolArray, float]:
-    """Who takes part, and a fresh uniform draw for what follows."""
+def candidates(ask: Ask, fleet: Fleet, u: float) -> tuple[BoolArray, float]:
+    """Who takes part after canary shares and slow start, and a fresh uniform draw for what follows.
+
+    For policies that choose without a cost as well. Does not mutate; the mask may be the column
+    itself. UnavailableError where nobody is eligible.
+    """
     mask = fleet.eligible
     if not mask.any():
         raise UnavailableError("no worker is eligible")

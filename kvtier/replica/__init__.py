@@ -9,6 +9,7 @@ from kvtier.replica.replica import (
     IndexReplica,
     ReplicaConfig,
     ReplicaLag,
+    ReplicaLook,
     ReplicaMatch,
     ReplicaStats,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "OwnReservation",
     "ReplicaConfig",
     "ReplicaLag",
+    "ReplicaLook",
     "ReplicaMatch",
     "ReplicaStats",
     "Reserved",

@@ -4,6 +4,7 @@ One stream fills one picture; another stream fills another one beside it, and th
 over when that is worth it. What must not live here: connections, threads, which picture is asked.
 """
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ class Picture:
         self.fleet = Fleet(index)
         self.holders: dict[HolderId, HolderView] = {}
         """Values are replaced, never changed. Iterate over a copy."""
+        self.changes_count = 0
+        """Grows with each change of `holders`."""
         self.foreign = ForeignReservations(index)
         self.position = 0
         self.index_epoch = 0
@@ -105,7 +108,9 @@ class Picture:
         """Expect the blocks of one of our own, if its worker is known here."""
         holder = self.fleet.find_worker(own.worker.instance, own.worker.dp_rank)
         if holder is not None and len(own.hashes):
-            self.index.predict(holder, own.hashes, ticket, expires_at)
+            # A worker with too many tickets takes no more of them: they are hints.
+            with contextlib.suppress(CallerError):
+                self.index.predict(holder, own.hashes, ticket, expires_at)
 
     # ---- parts
 
@@ -116,6 +121,7 @@ class Picture:
         if message.hidden != was_hidden:
             (self.fleet.hide if message.hidden else self.fleet.resume)(holder)
         self.holders[holder] = holders.view_from(message, info, now)
+        self.changes_count += 1
 
     def _join(self, holder: HolderId, message: pb.Holder) -> HolderInfo:
         """The holder's description; its shards enter the fleet where anything of it is new."""
@@ -155,6 +161,7 @@ class Picture:
             self.fleet.leave(holder)
             self._chains = {}
         del self.holders[holder], self._said[holder]
+        self.changes_count += 1
 
     def _take_prediction(self, message: pb.Prediction, now: float) -> None:
         if message.over:

@@ -2,13 +2,16 @@
 
 A router's own reservations take effect here before the index has heard of them. When the index
 tells everybody, this router included, they are recognised by router and key and not counted twice;
-those that were given back meanwhile are recognised for as long as they could have lived.
+those that were given back meanwhile are recognised for as long as they could have lived. One whose
+prefill is done is *kept* for a while: its work counts no more, its blocks do, until the worker's
+events can have told of them; where no index tells of anything, what was kept is all there is.
 What must not live here: locks, clocks, caps (the index sets those).
 """
 
+import contextlib
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +19,7 @@ import numpy.typing as npt
 
 from kvtier.core.prefix_index import PrefixIndex
 from kvtier.core.workers import OwnReservation, WorkerName
-from kvtier.errors import LimitError
+from kvtier.errors import CallerError, LimitError
 from kvtier.limits import (
     RESERVATIONS_PER_ROUTER_MAX,
 )
@@ -24,6 +27,8 @@ from kvtier.types import HolderId
 
 GIVEN_BACK_COUNT_MAX = 1 << 16
 """Keys remembered after they were given back; a forgotten one is counted until its TTL ends."""
+KEPT_COUNT_MAX = 4096
+"""Own reservations kept after their prefill; the oldest goes first."""
 OWN_TICKETS_FROM = 1 << 63
 """An index numbers its tickets from 1 on; ours begin where it never arrives."""
 
@@ -54,6 +59,8 @@ class OwnReservations:
     def __init__(self, router: str) -> None:
         self._router = router
         self._held: dict[str, _Own] = {}
+        self._kept: dict[str, _Own] = {}
+        """Those that have prefilled, oldest first; not in `_held`."""
         self._totals: dict[WorkerName, Reserved] = {}
         self._given_back: dict[str, float] = {}
         """Keys that the index may still speak of, with the end of their TTL."""
@@ -65,7 +72,8 @@ class OwnReservations:
 
     def is_own(self, router: str, key: str) -> bool:
         """Whether the index speaks of one of ours, of one just given back too."""
-        return router == self._router and (key in self._held or key in self._given_back)
+        known = key in self._held or key in self._kept or key in self._given_back
+        return known and router == self._router
 
     def totals(self, worker: WorkerName) -> Reserved:
         return self._totals.get(worker, NOTHING)
@@ -85,24 +93,44 @@ class OwnReservations:
 
     def end(self, key: str) -> int | None:
         """Give one back; returns its ticket, None where there is none."""
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            return kept.ticket
         own = self._held.pop(key, None)
         if own is None:
             return None
-        self._given_back[key] = own.expires_at
-        if len(self._given_back) > GIVEN_BACK_COUNT_MAX:
-            del self._given_back[next(iter(self._given_back))]
-        if len(self._expiries) > 2 * (len(self._held) + len(self._given_back)) + 64:
-            self._forget_expiries()
-        self._count(own.reservation, -1)
+        self._give_back(key, own)
         return own.ticket
+
+    def prefilled(self, key: str, expires_at: float) -> list[int]:
+        """Its work is done: keep its blocks until `expires_at`. Unknown keys are no error.
+
+        Returns the tickets of what had to go for it.
+        """
+        own = self._held.pop(key, None)
+        if own is None:
+            return []
+        self._give_back(key, own)
+        self._kept[key] = replace(own, expires_at=expires_at)
+        heapq.heappush(self._expiries, (expires_at, key, own.ticket))
+        if len(self._kept) <= KEPT_COUNT_MAX:
+            return []
+        return [self._kept.pop(next(iter(self._kept))).ticket]
+
+    def keep_until(self, expires_at: float) -> None:
+        """All that is kept ends then, be it earlier or later than before. O(kept)."""
+        for key, own in self._kept.items():
+            self._kept[key] = replace(own, expires_at=expires_at)
+            heapq.heappush(self._expiries, (expires_at, key, own.ticket))
+        self._forget_expiries()
 
     def tick(self, now: float) -> list[int]:
         """End what has expired, and forget old keys; returns the tickets that ended."""
         ended = []
         while self._expiries and self._expiries[0][0] <= now:
             _, key, ticket = heapq.heappop(self._expiries)
-            own = self._held.get(key)
-            if own is not None and own.ticket == ticket:
+            own = self._held.get(key) or self._kept.get(key)
+            if own is not None and own.ticket == ticket and own.expires_at <= now:
                 self.end(key)
                 ended.append(ticket)
             until = self._given_back.get(key)
@@ -111,18 +139,31 @@ class OwnReservations:
         return ended
 
     def live(self) -> Iterator[tuple[OwnReservation, int, float]]:
-        """Each with its ticket and when it expires."""
-        for own in self._held.values():
+        """Each with its ticket and when it expires, kept ones first."""
+        for own in (*self._kept.values(), *self._held.values()):
             yield own.reservation, own.ticket, own.expires_at
+
+    def _give_back(self, key: str, own: _Own) -> None:
+        self._given_back[key] = own.expires_at
+        if len(self._given_back) > GIVEN_BACK_COUNT_MAX:
+            del self._given_back[next(iter(self._given_back))]
+        known = len(self._held) + len(self._kept) + len(self._given_back)
+        if len(self._expiries) > 2 * known + 64:
+            self._forget_expiries()
+        self._count(own.reservation, -1)
 
     def _forget_expiries(self) -> None:
         """Drop those of reservations that nobody remembers."""
         self._expiries = [
             entry
             for entry in self._expiries
-            if entry[1] in self._held or self._given_back.get(entry[1]) == entry[0]
+            if self._is_due(entry) or self._given_back.get(entry[1]) == entry[0]
         ]
         heapq.heapify(self._expiries)
+
+    def _is_due(self, entry: tuple[float, str, int]) -> bool:
+        own = self._held.get(entry[1]) or self._kept.get(entry[1])
+        return own is not None and (own.expires_at, own.ticket) == (entry[0], entry[2])
 
     def _count(self, wanted: OwnReservation, sign: int) -> None:
         after = self.totals(wanted.worker).plus(sign * wanted.prefill_tokens, sign)
@@ -146,6 +187,9 @@ class ForeignReservations:
         self._index = index
         self._held: dict[int, _Foreign] = {}
         self._totals: dict[HolderId, Reserved] = {}
+        self.tokens: npt.NDArray[np.int64] = np.zeros(64, np.int64)
+        """Prefill tokens by holder number, at least as long as the highest that was ever named;
+        a longer array takes its place when it must grow. Others only read it."""
         self._expiries: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -164,9 +208,12 @@ class ForeignReservations:
     ) -> None:
         """Note one, in the index as well. Replaces one of the same ticket."""
         self.end(ticket)
-        self._index.predict(holder, hashes, ticket, expires_at)
+        # A worker with too many tickets: the work counts all the same, its blocks are a hint.
+        with contextlib.suppress(CallerError):
+            self._index.predict(holder, hashes, ticket, expires_at)
         self._held[ticket] = _Foreign(holder, prefill_tokens, expires_at)
         self._totals[holder] = self.totals(holder).plus(prefill_tokens, 1)
+        self._add_tokens(holder, prefill_tokens)
         heapq.heappush(self._expiries, (expires_at, ticket))
 
     def end(self, ticket: int) -> None:
@@ -178,11 +225,19 @@ class ForeignReservations:
         if len(self._expiries) > 2 * len(self._held) + 64:
             self._expiries = [entry for entry in self._expiries if entry[1] in self._held]
             heapq.heapify(self._expiries)
+        self._add_tokens(held.holder, -held.prefill_tokens)
         after = self.totals(held.holder).plus(-held.prefill_tokens, -1)
         if after.requests_count:
             self._totals[held.holder] = after
         else:
             self._totals.pop(held.holder, None)
+
+    def _add_tokens(self, holder: HolderId, tokens_count: int) -> None:
+        if holder >= len(self.tokens):
+            longer = np.zeros(max(2 * len(self.tokens), holder + 1), np.int64)
+            longer[: len(self.tokens)] = self.tokens
+            self.tokens = longer
+        self.tokens[holder] += tokens_count
 
     def holder_left(self, holder: HolderId) -> None:
         """All that was on its way to a holder is over. O(reservations)."""

@@ -116,6 +116,20 @@ class ReplicaMatch(NamedTuple):
     """None where the caller brought hashes."""
 
 
+class ReplicaLook(NamedTuple):
+    """Who is there, cheaply: nothing is copied. `holders` may change while it is read (iterate over
+    a copy) but not what it holds; another dict is another picture, with other holder numbers."""
+
+    holders: dict[HolderId, HolderView]
+    changes_count: int
+    """The same holders and the same number: nothing has changed."""
+    foreign_tokens: npt.NDArray[np.int64]
+    """By holder number, prefill tokens that other routers have on their way; may be too short."""
+    trust: Trust
+    age_s: float
+    """As ReplicaLag."""
+
+
 class IndexReplica:
     """See the module. All methods may be called from any thread; none waits for the network."""
 
@@ -162,6 +176,13 @@ class IndexReplica:
     def chains(self, served_name: str) -> tuple[Chain, ...]:
         """The distinct chains behind a served name; empty when nobody serves it."""
         return self._picture.chains(served_name)
+
+    def look(self) -> ReplicaLook:
+        """Everybody with what is on its way to them, for a caller that asks all the time. O(1)."""
+        picture, lag = self._picture, self.lag
+        return ReplicaLook(
+            picture.holders, picture.changes_count, picture.foreign.tokens, lag.trust, lag.age_s
+        )
 
     def holders(self) -> tuple[HolderView, ...]:
         """Everybody that the index knows, hidden ones too, with cards and loads."""
@@ -222,6 +243,19 @@ class IndexReplica:
             ended = self._own.end(key)
             if ended is not None:
                 self._picture.index.release(ended)
+
+    def prefilled_local(self, key: str, keep_s: float) -> None:
+        """The worker has prefilled: the work counts no more, the blocks do for `keep_s` longer,
+        until events can have told of them. Unknown keys are no error."""
+        with self._reserving:
+            for ticket in self._own.prefilled(key, time.monotonic() + keep_s):
+                self._picture.index.release(ticket)
+
+    def keep_local(self, keep_s: float) -> None:
+        """All that was kept after its prefill is kept for `keep_s` from now on, no more and no
+        less: longer where no index tells of it, shorter where one does again. O(kept)."""
+        with self._reserving:
+            self._own.keep_until(time.monotonic() + keep_s)
 
     # ---- the owner
 

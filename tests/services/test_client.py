@@ -229,6 +229,23 @@ async def test_a_reservation_is_seen_by_others_until_released(index: LiveIndex) 
         assert session.live_count == 0
 
 
+async def test_what_is_only_told_is_reserved_as_well_and_nobody_waits(index: LiveIndex) -> None:
+    async with (
+        a_client(index) as client,
+        a_worker(client),
+        client.reservations("router-1") as session,
+    ):
+        session.tell(reservation())  # before there is any connection
+        session.tell(reservation())
+        await until_reserved(index, 500)
+        session.tell(reservation("k2"))
+        await until_reserved(index, 1000)
+        for key in ("k", "k2"):
+            session.release(key)
+        await until_reserved(index, 0)
+        assert session.live_count == 0
+
+
 async def test_reservations_end_with_their_session(index: LiveIndex) -> None:
     async with (
         a_client(index) as client,

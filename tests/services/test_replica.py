@@ -22,7 +22,7 @@ from kvtier.errors import CallerError, ConfigError, LimitError
 from kvtier.limits import RESERVATIONS_PER_ROUTER_MAX
 from kvtier.replica import IndexReplica, OwnReservation, ReplicaConfig, Reserved, WorkerName
 from kvtier.replica.picture import Picture
-from kvtier.replica.predictions import OwnReservations
+from kvtier.replica.predictions import KEPT_COUNT_MAX, ForeignReservations, OwnReservations
 from kvtier.sections import DialConfig
 from kvtier.types import (
     Fingerprint,
@@ -412,10 +412,112 @@ def test_a_router_cannot_reserve_without_end() -> None:
         mine.add(own("one more"), 0.0)
 
 
+def test_what_has_prefilled_counts_no_more_and_is_kept_until_its_time() -> None:
+    mine = OwnReservations(ME)
+    ticket, _ = mine.add(own("a", 1, 2, ttl_ms=1000), 0.0)
+    assert mine.prefilled("a", 5.0) == []
+    assert mine.prefilled("a", 9.0) == []
+    assert mine.totals(WorkerName(InstanceId("w0"), 0)) == Reserved(0, 0)
+    assert [(kept.key, number) for kept, number, _ in mine.live()] == [("a", ticket)]
+    assert mine.tick(4.0) == []
+    assert mine.is_own(ME, "a")
+    assert mine.tick(5.0) == [ticket]
+    assert not mine.is_own(ME, "a")
+
+
+@pytest.mark.parametrize("until", [2.0, 50.0])
+def test_all_that_is_kept_can_be_kept_longer_or_shorter(until: float) -> None:
+    mine = OwnReservations(ME)
+    mine.add(own("a", 1), 0.0)
+    mine.add(own("held", 1), 0.0)
+    mine.prefilled("a", 10.0)
+    mine.keep_until(until)
+    assert mine.tick(until - 0.1) == []
+    assert len(mine.tick(until)) == 1
+    assert len(mine) == 1
+
+
+def test_a_kept_reservation_is_given_back_like_any_other() -> None:
+    mine = OwnReservations(ME)
+    ticket, _ = mine.add(own("a", 1), 0.0)
+    mine.prefilled("a", 10.0)
+    assert mine.end("a") == ticket
+    assert list(mine.live()) == []
+
+
+def test_the_oldest_kept_reservation_makes_room() -> None:
+    mine = OwnReservations(ME)
+    tickets = []
+    for number in range(KEPT_COUNT_MAX + 1):
+        ticket, _ = mine.add(own(f"k{number}"), 0.0)
+        tickets.append(ticket)
+        ended = mine.prefilled(f"k{number}", 100.0)
+    assert ended == tickets[:1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("apek"), st.integers(0, 3), st.integers(1, 9)), max_size=60)
+)
+def test_totals_are_what_is_held_whatever_happened(steps: list[tuple[str, int, int]]) -> None:
+    """Held ones and kept ones by a plain dictionary each."""
+    mine, held, kept = OwnReservations(ME), dict[str, float](), dict[str, float]()
+    for now, (what, number, more) in enumerate(steps):
+        key = f"k{number}"
+        if what == "a":
+            mine.add(own(key, 1, ttl_ms=more * 1000), float(now))
+            held[key] = now + more
+            kept.pop(key, None)
+        elif what == "p" and key in held:
+            mine.prefilled(key, float(now + more))
+            kept[key] = now + more
+            del held[key]
+        elif what == "e":
+            mine.end(key)
+            held.pop(key, None)
+            kept.pop(key, None)
+        elif what == "k":
+            mine.keep_until(float(now + more))
+            kept = dict.fromkeys(kept, now + more)
+        mine.tick(float(now))
+        held = {name: until for name, until in held.items() if until > now}
+        kept = {name: until for name, until in kept.items() if until > now}
+        total = Reserved(100 * len(held), len(held)) if held else Reserved(0, 0)
+        assert mine.totals(WorkerName(InstanceId("w0"), 0)) == total
+        assert {one.key for one, _, _ in mine.live()} == {*held, *kept}
+
+
 @pytest.mark.parametrize("wrong", [{"ttl_ms": 0}, {"key": ""}, {"hashes": np.ones(2)}])
 def test_a_reservation_that_makes_no_sense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(CallerError):
         replace(own("a"), **wrong)  # type: ignore[arg-type]
+
+
+def test_tokens_by_holder_follow_foreign_reservations_as_holders_get_more() -> None:
+    picture = new_picture()
+    for number in (0, 200):
+        picture.take(holder_message(number, worker(number)), 0.0)
+    foreign: ForeignReservations = picture.foreign
+    for ticket, holder in ((1, 0), (2, 200), (3, 200)):
+        foreign.add(ticket, HolderId(holder), 50 * ticket, hashes(7), 10.0)
+    assert (foreign.tokens[0], foreign.tokens[200]) == (50, 250)
+    foreign.end(2)
+    foreign.end(2)
+    assert (foreign.tokens[0], foreign.tokens[200]) == (50, 150)
+    foreign.tick(10.0)
+    assert foreign.tokens.sum() == 0
+
+
+def test_every_change_of_the_fleet_is_counted_and_blocks_are_not() -> None:
+    picture = new_picture()
+    picture.take(holder_message(1, worker(1)), 0.0)
+    joined = picture.changes_count
+    picture.take(batch_message(1, columns(EventKind.STORE, Tier.GPU, hashes(1, 2))), 0.0)
+    assert picture.changes_count == joined
+    picture.take(holder_message(1, worker(1), load=Load(running_requests=1)), 0.0)
+    loaded = picture.changes_count
+    picture.take(pb.SnapshotResponse(removed_holder=1), 0.0)
+    assert joined < loaded < picture.changes_count
 
 
 # ---- following an index

@@ -3,6 +3,8 @@
 No HTTP and no configuration files here: the front of `kvtier_router` relays, limits and retries.
 """
 
+from kvtier_router.routing.config import RoutingConfig, StaticWorker, static_worker
+from kvtier_router.routing.router import Router
 from kvtier_router.routing.values import (
     FailureKind,
     Placement,
@@ -19,6 +21,10 @@ __all__ = [
     "Policy",
     "RouteAsk",
     "RouteDecision",
+    "Router",
     "RoutingBrain",
+    "RoutingConfig",
+    "StaticWorker",
     "Usage",
+    "static_worker",
 ]

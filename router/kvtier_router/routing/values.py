@@ -4,6 +4,7 @@ The HTTP front is written against this file and `Router`. What must not live her
 chosen (router.py), what the fleet looks like (fleet.py), anything of HTTP.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -18,6 +19,9 @@ from kvtier.core.workers import OwnReservation, WorkerName
 from kvtier.errors import CallerError, LimitError
 from kvtier.limits import PROMPT_TOKENS_MAX
 from kvtier.types import Role, Source, TenantId
+
+Clock = Callable[[], float]
+"""Monotonic seconds."""
 
 
 class Policy(StrEnum):

@@ -1,0 +1,243 @@
+"""From a table and what is known of one request to the row that serves it.
+
+What must not live here: the index (router.py asks it), reservations (placing.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from math import inf
+from typing import Final
+
+import numpy as np
+
+from kvtier.core.costs import SOURCES_COUNT, FloatArray, SpeedTable
+from kvtier.core.prefix_index import MatchResult
+from kvtier.core.scoring import Ask, Decision, candidates, decide
+from kvtier.errors import UnavailableError
+from kvtier.types import PrefixHash
+from kvtier_router.routing.config import RoutingConfig
+from kvtier_router.routing.fleet import Table
+from kvtier_router.routing.roster import Bools, Floats, Ints, Member, Roster
+from kvtier_router.routing.standing import Standing
+from kvtier_router.routing.values import Candidate, RouteAsk
+
+ROUNDS_COUNT_MAX: Final = 4096
+"""Names whose turn in round robin is remembered."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """A row, and the costs where there are any."""
+
+    row: int
+    decision: Decision | None
+    """None where another policy than the cost decided."""
+
+
+def scatter(table: Table, group: int, result: MatchResult, held: Floats) -> None:
+    """Add what one chain's match found to `held`, (rows, sources) in tokens. O(runs), vectorised.
+
+    Workers that came after the table was made are passed over.
+    """
+    if len(result) == 0:
+        return
+    rows = table.rows_by_holder[group].take(result.workers, mode="clip")
+    per_run = np.repeat(rows, np.diff(result.run_offsets))
+    where = per_run * SOURCES_COUNT + result.run_sources
+    tokens = result.run_blocks * float(table.groups[group].pool.block_tokens)
+    known = per_run >= 0
+    if not known.all():
+        where, tokens = where[known], tokens[known]
+    held += np.bincount(where, tokens, held.size).reshape(held.shape)
+
+
+def foreign_tokens(table: Table, by_holder: Ints) -> Floats:
+    """What other routers have on their way to each row."""
+    if table.holder_max >= len(by_holder):
+        by_holder = np.append(by_holder, np.zeros(table.holder_max + 1 - len(by_holder), np.int64))
+    tokens = by_holder[table.holders].astype(np.float64)
+    return tokens if table.has_all_holders else tokens * table.has_holder
+
+
+def fill(
+    table: Table, roster: Roster, speeds: SpeedTable, foreign: Floats | None, now: float
+) -> None:
+    """Bring the columns of a table's fleet up to date, all but matches, age and eligibility."""
+    fleet, slots = table.fleet, table.slots
+    since_s = now - roster.queued_at[slots]
+    drained = roster.queued_beyond[slots] - since_s / speeds.prefill_token_s
+    fleet.queued_tokens = np.maximum(drained, 0.0)
+    own = roster.own_tokens[slots]
+    fleet.reserved_tokens = own if foreign is None else own + foreign
+    fleet.decoding_count = roster.own_decoding[slots] + roster.other_running[slots]
+    fleet.pinned_tokens = roster.own_kv_tokens[slots] + roster.other_kv_tokens[slots]
+    fleet.ramp = roster.ramp[slots]
+    fleet.recent_tokens = roster.recent_tokens[slots]
+
+
+class Eligibility:
+    """Who may serve a request. Gives up its wishes one by one before it gives up."""
+
+    def __init__(self, roster: Roster, standing: Standing) -> None:
+        self._roster = roster
+        self._standing = standing
+
+    def mask(self, table: Table, ask: RouteAsk, shut: frozenset[int], now: float) -> Bools:
+        """Rows that may serve `ask`; `shut` are slots whose breaker has just said no. A new array.
+
+        UnavailableError, with the states of all, where there is none.
+        """
+        roster = self._roster
+        is_troubled = self._standing.update(now)
+        runs = table.roles[ask.stage]
+        mask: Bools = roster.is_open[table.slots] & runs
+        if not mask.any():  # hidden ones: their events are silent, they may well be alive
+            mask = np.array([not (m.is_gone or m.is_draining) for m in table.members]) & runs
+        if is_troubled:
+            mask = self._standing.let_through(table, mask, now)
+        if shut:
+            mask = mask & ~np.isin(table.slots, list(shut))
+        if not mask.any():
+            raise UnavailableError(self._why_nobody(table, ask, now))
+        if table.is_adapter:
+            mask = _if_any(mask & table.loaded, mask)
+        if ask.excluded:
+            tried = np.array([member.name in ask.excluded for member in table.members])
+            mask = _if_any(mask & ~tried, mask)
+        return mask
+
+    def state(self, table: Table, row: int, ask: RouteAsk, now: float) -> str:
+        """Why a row is no candidate; `candidate` where it is one."""
+        member = table.members[row]
+        if member.is_draining:
+            return "draining"
+        if member.is_hidden:
+            return "hidden"
+        if not table.roles[ask.stage][row]:
+            return "role"
+        if member.name in ask.excluded:
+            return "excluded"
+        return self._standing.trouble(member.slot, now) or "candidate"
+
+    def state_of(self, member: Member, now: float) -> str:
+        """The same of a worker by itself."""
+        if member.is_draining:
+            return "draining"
+        if member.is_hidden:
+            return "hidden"
+        return self._standing.trouble(member.slot, now) or "candidate"
+
+    def _why_nobody(self, table: Table, ask: RouteAsk, now: float) -> str:
+        states = [self.state(table, row, ask, now) for row in range(len(table))]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))
+        return f"no worker of {table.name!r} can be asked now: {counts}"
+
+
+def _if_any(wish: Bools, otherwise: Bools) -> Bools:
+    return wish if wish.any() else otherwise
+
+
+class Chooser:
+    """The policies. Remembers whose turn it is; draws from `draw`, uniform in [0, 1)."""
+
+    def __init__(self, roster: Roster, config: RoutingConfig, draw: Callable[[], float]) -> None:
+        self._roster = roster
+        self._config = config
+        self._draw = draw
+        self._turns: dict[str, int] = {}
+
+    def by_cost(self, table: Table, ask: Ask, speeds: SpeedTable) -> Choice:
+        """The least cost; the columns of the table's fleet must be up to date."""
+        decision = decide(ask, table.fleet, speeds, self._draw(), self._config.weights)
+        return Choice(decision.chosen, decision)
+
+    def by_hash(self, table: Table, ask: Ask, key: PrefixHash) -> Choice:
+        """Bounded-load hashing: the same key, the same worker, while its load permits."""
+        mask, _ = candidates(ask, table.fleet, _uniform(key))
+        return Choice(table.hashing.choose(key, self._loads(table), mask), None)
+
+    def by_session(self, table: Table, ask: Ask, session_id: str) -> Choice:
+        """The same session, the same worker, whatever its load."""
+        digest = sha256(session_id.encode("utf-8", "surrogatepass")).digest()
+        key = PrefixHash(int.from_bytes(digest[:8], "little"))
+        mask, _ = candidates(ask, table.fleet, _uniform(key))
+        return Choice(table.hashing.choose(key, np.zeros(len(table)), mask), None)
+
+    def round_robin(self, table: Table, ask: Ask) -> Choice:
+        mask, _ = candidates(ask, table.fleet, self._draw())
+        rows = np.flatnonzero(mask)
+        turn = self._turns.get(table.name, -1)
+        if len(self._turns) >= ROUNDS_COUNT_MAX and turn < 0:
+            self._turns = {}
+        after = rows[rows > turn]
+        row = int(after[0] if len(after) else rows[0])
+        self._turns[table.name] = row
+        return Choice(row, None)
+
+    def least_loaded(self, table: Table, ask: Ask) -> Choice:
+        mask, u = candidates(ask, table.fleet, self._draw())
+        fleet = table.fleet
+        loads = np.where(mask, self._loads(table), inf)
+        tied = np.flatnonzero(loads <= loads.min())
+        waiting = (fleet.queued_tokens + fleet.reserved_tokens)[tied]
+        tied = tied[waiting <= waiting.min()]
+        return Choice(int(tied[int(u * len(tied))]), None)
+
+    def random(self, table: Table, ask: Ask) -> Choice:
+        mask, u = candidates(ask, table.fleet, self._draw())
+        rows = np.flatnonzero(mask)
+        return Choice(int(rows[int(u * len(rows))]), None)
+
+    def _loads(self, table: Table) -> FloatArray:
+        loads: FloatArray = self._roster.own_requests[table.slots]
+        return loads + self._roster.other_running[table.slots]
+
+
+def _uniform(key: int) -> float:
+    """A number in [0, 1) that depends on the key alone: canaries and slow starts stick as well."""
+    mixed = (key * 0x9E3779B97F4A7C15) & (2**64 - 1)
+    return (mixed >> 11) / 2.0**53
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Explanation:
+    """What rows of an explanation are made of."""
+
+    table: Table
+    choice: Choice
+    states: tuple[str, ...]
+    names: dict[int, str]
+    """Sources by number."""
+
+
+def rows_of(told: Explanation) -> tuple[Candidate, ...]:
+    """Every worker's row, in the order of the table. O(rows) Python."""
+    table, decision = told.table, told.choice.decision
+    held = table.fleet.held_tokens
+    tied = frozenset(decision.tied) if decision is not None else frozenset()
+    rows = []
+    for row, member in enumerate(table.members):
+        parts = dict.fromkeys(
+            ("queue_s", "load_s", "compute_s", "decode_s", "adapter_s", "ttft_s", "total_s"), 0.0
+        )
+        reused = 0.0
+        if decision is not None:
+            costs = decision.costs
+            parts = {name: float(getattr(costs, name)[row]) for name in parts}
+            reused = float(costs.reused_tokens[row])
+        rows.append(
+            Candidate(
+                worker=member.name,
+                pool=table.group(row).pool,
+                state=told.states[row],
+                chosen=row == told.choice.row,
+                tied=row in tied,
+                matched_tokens={
+                    told.names[source]: int(held[row, source]) for source in told.names
+                },
+                reused_tokens=reused,
+                **parts,
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,568 @@
+"""`Router`: asks the index, weighs cache against load, reserves, and learns from answers.
+
+One router is one process's brain for one event loop. What must not live here: HTTP, tokenising,
+retries (the front asks again with `excluded`), and the policies themselves (choosing.py).
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from kvtier.client import Match
+from kvtier.core.costs import FREE_SOURCES, SOURCES_COUNT, SpeedTable
+from kvtier.core.health import Permit
+from kvtier.core.identity import chain_root
+from kvtier.core.keys import prefix_hashes
+from kvtier.core.scoring import Ask
+from kvtier.core.workers import WorkerName
+from kvtier.errors import KvtierError, NotFoundError, UnavailableError
+from kvtier.replica import ReplicaLook
+from kvtier.types import Role, Source, Trust
+from kvtier_router.routing.affinity import PrefixHeat
+from kvtier_router.routing.choosing import (
+    Choice,
+    Chooser,
+    Eligibility,
+    Explanation,
+    fill,
+    foreign_tokens,
+    rows_of,
+    scatter,
+)
+from kvtier_router.routing.config import RoutingConfig
+from kvtier_router.routing.fleet import FleetView, Table
+from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
+from kvtier_router.routing.placing import RESERVED_S_MIN, Desk, Intent, Placements
+from kvtier_router.routing.ports import Hashes, IndexSource, RemoteMatcher
+from kvtier_router.routing.roster import Bools, Floats, Member, Roster
+from kvtier_router.routing.standing import Standing
+from kvtier_router.routing.values import (
+    Clock,
+    Delivery,
+    FailureKind,
+    Knowledge,
+    ModelReport,
+    Placement,
+    Policy,
+    PromptKind,
+    ReservationSink,
+    RouteAsk,
+    RouteDecision,
+    Target,
+    Usage,
+    WorkerReport,
+)
+
+MATCH_DEADLINE_S: Final = 0.005
+ATTEMPTS_COUNT_MAX: Final = 8
+"""Times that a choice is made anew because a breaker or a change of picture came between."""
+_ROOTS_COUNT_MAX: Final = 4096
+_SOURCE_NAMES: Final = {int(source): source.name.lower() for source in Source}
+_NO_HASHES: Final[Hashes] = np.empty(0, np.uint64)
+
+_root = lru_cache(maxsize=_ROOTS_COUNT_MAX)(chain_root)
+
+
+class _Nothing:
+    """The placement of what was only explained."""
+
+    key = ""
+
+    def first_token(self, ttft_s: float, cached_tokens: int | None = None) -> None: ...
+
+    def finished(self, usage: Usage) -> None: ...
+
+    def failed(self, kind: FailureKind, retry_after_s: float | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """One ask with all that is looked up for it."""
+
+    ask: RouteAsk
+    now: float
+    table: Table
+    look: ReplicaLook | None
+    knowledge: Knowledge
+    cause: str
+    hashes: tuple[Hashes, ...]
+    """By group; empty where a chain has no block or is not wanted."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return max(len(self.ask.tokens), 1)
+
+
+@dataclass(slots=True)
+class RouterStats:
+    """Counters since the start."""
+
+    decisions: int = 0
+    unavailable: int = 0
+    by_knowledge: dict[Knowledge, int] = field(default_factory=lambda: dict.fromkeys(Knowledge, 0))
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    remote_misses: int = 0
+    """Matches that the remote index did not answer in time."""
+
+
+class Router:
+    """See the module and `RoutingBrain`, which it is. Belongs to one thread; nothing waits, but
+    `route_remote`, which waits for its index up to a deadline."""
+
+    def __init__(
+        self,
+        config: RoutingConfig,
+        source: IndexSource | None = None,
+        sink: ReservationSink | None = None,
+        clock: Clock = time.monotonic,
+        draw: Callable[[], float] | None = None,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._source = source
+        self._roster = Roster()
+        self._standing = Standing(self._roster, config)
+        self._books = SpeedBooks(config.speeds)
+        self._fleet = FleetView(self._roster, config, (self._standing, self._books))
+        self._audits = TokenAudits(config.mismatch_share_max, config.hit_mismatch_share_max)
+        self._eligibility = Eligibility(self._roster, self._standing)
+        self._chooser = Chooser(self._roster, config, draw or secrets.SystemRandom().random)
+        self._heat: dict[str, PrefixHeat] = {}
+        desk = Desk(
+            self._roster,
+            self._fleet,
+            self._standing,
+            self._books,
+            self._audits,
+            config,
+            clock,
+            source,
+            sink,
+        )
+        self._placements = Placements(desk, f"{config.router}/{secrets.token_hex(4)}")
+        self.stats = RouterStats()
+
+    # ---- RoutingBrain
+
+    def route(self, ask: RouteAsk) -> RouteDecision:
+        """See RoutingBrain. O(prompt) in native code, O(workers) vectorised."""
+        case = self._prepare(ask)
+        held = self._match(case)
+        for _ in range(ATTEMPTS_COUNT_MAX):
+            if held is not None:
+                break
+            case = self._prepare(ask)
+            held = self._match(case)
+        return self._conclude(case, _nothing_held(case.table) if held is None else held)
+
+    async def route_remote(
+        self, ask: RouteAsk, matcher: RemoteMatcher, deadline_s: float = MATCH_DEADLINE_S
+    ) -> RouteDecision:
+        """As `route`, with a match of an index that this process does not embed, for fleets too
+        large to hold. What does not answer in time does not count: the prompt is hashed."""
+        case = self._prepare(ask)
+        matches: list[tuple[int, Match]] = []
+        if case.knowledge is Knowledge.FRESH:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    matches = await self._ask_remote(case, matcher, deadline_s)
+            except (KvtierError, TimeoutError) as error:
+                self.stats.remote_misses += 1
+                reason = f"the index did not answer: {error or 'deadline'}"
+                case = replace(case, knowledge=Knowledge.HASHED, cause=reason)
+        self._look()
+        if self._fleet.table(ask.served_name) is not case.table:  # somebody came or went meanwhile
+            case, matches = self._prepare(ask), []
+        return self._conclude(case, _held_of(case.table, matches))
+
+    async def _ask_remote(
+        self, case: _Case, matcher: RemoteMatcher, deadline_s: float
+    ) -> list[tuple[int, Match]]:
+        """A match for each chain that has blocks, all at once."""
+        wanted = [number for number, hashes in enumerate(case.hashes) if len(hashes)]
+        found = await asyncio.gather(
+            *(
+                matcher.match_many(
+                    [case.hashes[number]], case.table.groups[number].pool, deadline_s=deadline_s
+                )
+                for number in wanted
+            )
+        )
+        return [(number, matches[0]) for number, matches in zip(wanted, found, strict=True)]
+
+    def explain(self, ask: RouteAsk) -> RouteDecision:
+        """See RoutingBrain. O(workers) Python."""
+        case = self._prepare(ask)
+        held = self._match(case)
+        if held is None:
+            held = _nothing_held(case.table)
+        mask = self._eligibility.mask(case.table, ask, frozenset(), case.now)
+        choice, _ = self._choose(case, held, mask)
+        states = tuple(
+            self._eligibility.state(case.table, row, ask, case.now)
+            for row in range(len(case.table))
+        )
+        decision = self._decision(case, choice, _Nothing())
+        told = Explanation(case.table, choice, states, _SOURCE_NAMES)
+        return replace(decision, candidates=rows_of(told))
+
+    def models(self) -> tuple[ModelReport, ...]:
+        """See RoutingBrain."""
+        self._look()
+        now = self._clock()
+        return tuple(self._model(self._fleet.table(name), now) for name in self._fleet.names())
+
+    def serves(self, name: str) -> bool:
+        """Whether a name can be asked for now. O(1) for known ones."""
+        self._look()
+        try:
+            self._fleet.table(name)
+        except NotFoundError:
+            return False
+        return True
+
+    def workers(self) -> tuple[WorkerReport, ...]:
+        """See RoutingBrain."""
+        look, now = self._look(), self._clock()
+        self._standing.update(now)
+        return tuple(
+            self._worker(member, look, now)
+            for member in self._roster.members()
+            if not member.is_gone
+        )
+
+    def drain(self, worker: WorkerName) -> None:
+        """See RoutingBrain."""
+        self._set_draining(worker, True)
+
+    def undrain(self, worker: WorkerName) -> None:
+        """See RoutingBrain."""
+        self._set_draining(worker, False)
+
+    def tick(self) -> None:
+        """See RoutingBrain."""
+        now = self._clock()
+        self._look()
+        self._placements.tick(now)
+        self._fleet.tick(now)
+
+    @property
+    def in_flight_count(self) -> int:
+        """Placements that have not ended."""
+        return len(self._placements)
+
+    # ---- one decision
+
+    def _look(self) -> ReplicaLook | None:
+        """What the index says now, taken over into the view of the fleet."""
+        if self._source is None:
+            return None
+        look = self._source.look()
+        self._fleet.sync(look, self._clock())
+        self._placements.watch_index(look.trust)
+        return look
+
+    def _prepare(self, ask: RouteAsk) -> _Case:
+        now = self._clock()
+        self._placements.tick(now)
+        look = self._look()
+        table = self._fleet.table(ask.served_name)
+        knowledge, cause = self._knowledge(ask, table, look)
+        case = _Case(ask, now, table, look, knowledge, cause, ())
+        if knowledge is Knowledge.LOAD_ONLY:
+            return case
+        hashes = tuple(
+            prefix_hashes(
+                _root(group.pool, ask.scope_salt, group.adapter),
+                ask.tokens,
+                group.pool.block_tokens,
+            )
+            if group.is_indexable
+            else _NO_HASHES
+            for group in table.groups
+        )
+        if not any(len(one) for one in hashes):
+            return replace(case, knowledge=Knowledge.LOAD_ONLY, cause="shorter than a block")
+        return replace(case, hashes=hashes)
+
+    def _knowledge(
+        self, ask: RouteAsk, table: Table, look: ReplicaLook | None
+    ) -> tuple[Knowledge, str]:
+        """The rung of the ladder for one ask, and why it is not the first."""
+        config = self._config
+        if config.policy is not Policy.CACHE_AWARE:
+            return Knowledge.LOAD_ONLY, f"policy {config.policy.value}"
+        if ask.kind is PromptKind.TEXT:
+            return Knowledge.HASHED, "no tokenizer is known"
+        if look is None:
+            return Knowledge.HASHED, "no index is configured"
+        if table.holder_max < 0:
+            return Knowledge.HASHED, "no index speaks of these workers"
+        if self._audits.is_tokens_suspect(table.groups[0].pool):
+            return Knowledge.HASHED, "the workers tokenise differently"
+        if look.trust is Trust.EXACT:
+            return Knowledge.FRESH, ""
+        if look.age_s <= config.stale_s_max:
+            return Knowledge.STALE, f"the index was heard {look.age_s:.1f} s ago"
+        return Knowledge.HASHED, "the index is silent for too long"
+
+    def _match(self, case: _Case) -> Floats | None:
+        """What each row holds, (rows, sources) in tokens; None where the picture has changed
+        meanwhile and all must be looked up anew."""
+        held = _nothing_held(case.table)
+        source = self._source
+        if source is None or case.knowledge not in (Knowledge.FRESH, Knowledge.STALE):
+            return held
+        for number, hashes in enumerate(case.hashes):
+            if len(hashes) == 0:
+                continue
+            found = source.match(hashes, case.table.groups[number].pool)
+            if found.holders is not self._fleet.seen:
+                return None
+            scatter(case.table, number, found.result, held)
+        return held
+
+    def _conclude(self, case: _Case, held: Floats) -> RouteDecision:
+        """Choose and place. A worker whose breaker refuses is passed over in the next round."""
+        shut: frozenset[int] = frozenset()
+        try:
+            for _ in range(ATTEMPTS_COUNT_MAX):
+                mask = self._eligibility.mask(case.table, case.ask, shut, case.now)
+                choice, speeds = self._choose(case, held, mask)
+                slot = int(case.table.slots[choice.row])
+                permit = self._standing.permit(slot, case.now)
+                if permit is not None:
+                    return self._place(case, choice, speeds, permit)
+                shut |= {slot}
+            raise UnavailableError(f"no worker of {case.table.name!r} lets a request through now")
+        except UnavailableError:
+            self.stats.unavailable += 1
+            raise
+
+    def _choose(self, case: _Case, held: Floats, mask: Bools) -> tuple[Choice, SpeedTable]:
+        table, ask, now = case.table, case.ask, case.now
+        self._roster.decay(now)
+        speeds = self._books.table(table, now)
+        foreign = None if case.look is None else foreign_tokens(table, case.look.foreign_tokens)
+        fill(table, self._roster, speeds, foreign, now)
+        fleet = table.fleet
+        fleet.eligible, fleet.held_tokens = mask, held
+        age_s = 0.0
+        if case.knowledge is Knowledge.STALE and case.look is not None:
+            age_s = case.look.age_s
+        fleet.age_s = self._roster.distrust_s[table.slots] + age_s
+        request = Ask(case.prompt_tokens, ask.stage, table.shares)
+        return self._by_policy(case, request, speeds), speeds
+
+    def _by_policy(self, case: _Case, request: Ask, speeds: SpeedTable) -> Choice:
+        table, chooser = case.table, self._chooser
+        match self._config.policy:
+            case Policy.ROUND_ROBIN:
+                return chooser.round_robin(table, request)
+            case Policy.LEAST_LOADED:
+                return chooser.least_loaded(table, request)
+            case Policy.RANDOM:
+                return chooser.random(table, request)
+            case Policy.SESSION:
+                if case.ask.session_id:
+                    return chooser.by_session(table, request, case.ask.session_id)
+                return chooser.least_loaded(table, request)
+            case Policy.CACHE_AWARE:
+                if case.knowledge is Knowledge.HASHED:
+                    return self._by_hash(case, request)
+                return chooser.by_cost(table, request, speeds)
+
+    def _by_hash(self, case: _Case, request: Ask) -> Choice:
+        table = case.table
+        number = next(n for n, hashes in enumerate(case.hashes) if len(hashes))
+        hashes = case.hashes[number]
+        depth = max(1, self._config.affinity_tokens // table.groups[number].pool.block_tokens)
+        heat = self._heat.get(table.name)
+        if heat is None:
+            if len(self._heat) >= _ROOTS_COUNT_MAX:
+                self._heat = {}
+            heat = self._heat[table.name] = PrefixHeat()
+        key = heat.key(hashes, depth, int(table.fleet.eligible.sum()))
+        return self._chooser.by_hash(table, request, key)
+
+    # ---- what follows from a choice
+
+    def _place(
+        self, case: _Case, choice: Choice, speeds: SpeedTable, permit: Permit
+    ) -> RouteDecision:
+        table, row, ask = case.table, choice.row, case.ask
+        group = table.group(row)
+        expected = _expectation(case, choice, speeds)
+        ttft_s = expected.queue_s + expected.compute_s + expected.load_s
+        is_whole = ask.delivery is Delivery.WHOLE
+        ttl_s = 1.5 * ttft_s + 0.25 if is_whole else 3.0 * ttft_s + RESERVED_S_MIN
+        promised = 0
+        if case.knowledge is Knowledge.FRESH and self._roster.distrust_s[table.slots[row]] == 0:
+            promised = int(table.fleet.held_tokens[row, Source.GPU])
+        hashes = case.hashes[group.number] if case.hashes else _NO_HASHES
+        intent = Intent(
+            expected=expected,
+            pool=group.pool,
+            hashes=_NO_HASHES if ask.kind is PromptKind.TEXT else hashes,
+            permit=permit,
+            prompt_tokens=case.prompt_tokens,
+            kv_tokens=expected.tokens + ask.output_tokens,
+            exact_tokens=len(ask.tokens)
+            if ask.kind is PromptKind.TOKENS and len(ask.tokens)
+            else None,
+            promised_tokens=promised,
+            ttl_s=max(min(ttl_s, ask.deadline - case.now), 1.0),
+            delivery=ask.delivery,
+        )
+        decision = self._decision(case, choice, self._placements.place(intent, case.now))
+        stats = self.stats
+        stats.decisions += 1
+        stats.prompt_tokens += decision.prompt_tokens
+        stats.matched_tokens += decision.reused_tokens
+        stats.by_knowledge[case.knowledge] += 1
+        return decision
+
+    def _decision(self, case: _Case, choice: Choice, placement: Placement) -> RouteDecision:
+        table, row = case.table, choice.row
+        member, group = table.members[row], table.group(row)
+        held = table.fleet.held_tokens[row].tolist()
+        ttft_s, reused = 0.0, 0
+        if choice.decision is not None:
+            ttft_s = float(choice.decision.costs.ttft_s[row])
+            reused = int(choice.decision.costs.reused_tokens[row])
+        return RouteDecision(
+            target=Target(
+                worker=member.name,
+                address=member.address,
+                model=group.model,
+                pool=group.pool,
+                adapter=group.adapter,
+                node=member.node,
+                store=member.store,
+            ),
+            policy=self._config.policy,
+            knowledge=case.knowledge,
+            cause=case.cause,
+            prompt_tokens=len(case.ask.tokens),
+            matched_tokens={source: int(held[source]) for source in Source if held[source]},
+            reused_tokens=reused,
+            predicted_ttft_s=ttft_s,
+            decided_in_s=self._clock() - case.now,
+            placement=placement,
+        )
+
+    # ---- reports
+
+    def _model(self, table: Table, now: float) -> ModelReport:
+        pools = tuple(dict.fromkeys(group.pool for group in table.groups))
+        audits = [self._audits.audit(pool) for pool in pools]
+        causes = [cause for pool in pools if (cause := self._audits.cause(pool, now))]
+        states = [self._eligibility.state_of(member, now) for member in table.members]
+        return ModelReport(
+            name=table.name,
+            pools=pools,
+            is_adapter=table.is_adapter,
+            workers_count=len(table),
+            eligible_count=states.count("candidate"),
+            cause="; ".join(causes),
+            token_mismatches=sum(audit.token_misses_total for audit in audits),
+            hit_mismatches=sum(audit.hit_misses_total for audit in audits),
+            responses=sum(audit.responses_total for audit in audits),
+        )
+
+    def _worker(self, member: Member, look: ReplicaLook | None, now: float) -> WorkerReport:
+        view, slot, roster = member.view, member.slot, self._roster
+        foreign = 0
+        if look is not None and view is not None and view.holder < len(look.foreign_tokens):
+            foreign = int(look.foreign_tokens[view.holder])
+        waiting = roster.own_tokens[slot] + roster.queued_beyond[slot] + foreign
+        return WorkerReport(
+            worker=member.name,
+            address=member.address,
+            served_names=member.card.served_names,
+            pool=member.card.pool,
+            node=member.node,
+            state=self._eligibility.state_of(member, now),
+            trust="unknown" if view is None else view.trust.value,
+            cause="" if view is None else view.degraded_reason,
+            requests_in_flight=int(roster.own_requests[slot]),
+            waiting_prefill_tokens=int(waiting),
+            prefill_tokens_per_s=self._books.tokens_per_s(member, now),
+            ramp=float(roster.ramp[slot]),
+        )
+
+    def _set_draining(self, worker: WorkerName, is_draining: bool) -> None:
+        self._look()
+        member = self._roster.find(worker)
+        if member is None or member.is_gone:
+            raise NotFoundError(f"worker {worker.instance!r} rank {worker.dp_rank} is not known")
+        member.is_draining = is_draining
+        self._fleet.redraw(member)
+
+
+def _nothing_held(table: Table) -> Floats:
+    return np.zeros((len(table), SOURCES_COUNT))
+
+
+def _held_of(table: Table, matches: Sequence[tuple[int, Match]]) -> Floats:
+    """What a remote index found, by row. O(matched workers) Python."""
+    held = _nothing_held(table)
+    for number, match in matches:
+        rows = {
+            member.name: row
+            for row, member in enumerate(table.members)
+            if table.group_of[row] == number
+        }
+        block_tokens = table.groups[number].pool.block_tokens
+        for at in range(len(match)):
+            row = rows.get(match.worker(at).name)
+            if row is not None:
+                for source, blocks in match.runs(at):
+                    held[row, source] += blocks * block_tokens
+    return held
+
+
+def _expectation(case: _Case, choice: Choice, speeds: SpeedTable) -> Expectation:
+    """What the choice says of the chosen worker's next seconds."""
+    table, row = case.table, choice.row
+    prompt, fleet = case.prompt_tokens, table.fleet
+    member, model_id = table.members[row], table.group(row).pool.model_id
+    token_s = float(speeds.prefill_token_s[row])
+    pair_s = float(speeds.prefill_pair_s[row])
+    if choice.decision is None or case.ask.stage is Role.DECODE:
+        queue_s = token_s * float(fleet.queued_tokens[row] + fleet.reserved_tokens[row])
+        compute_s = prompt * (token_s + pair_s * prompt / 2.0)
+        return Expectation(member, model_id, prompt, 0, queue_s, compute_s, 0.0, None, 0)
+    costs = choice.decision.costs
+    queue_s, compute_s = float(costs.queue_s[row]), float(costs.compute_s[row])
+    load_s = max(float(costs.load_s[row]) - queue_s, 0.0)
+    reused = int(costs.reused_tokens[row])
+    source, load_bytes = None, 0
+    if load_s > 0.0:
+        source, load_bytes = _loaded_from(fleet.held_tokens[row].tolist(), member)
+    return Expectation(
+        member=member,
+        model_id=model_id,
+        tokens=max(prompt - reused, 1),
+        context_tokens=reused,
+        queue_s=queue_s,
+        compute_s=compute_s,
+        load_s=load_s,
+        load_source=source,
+        load_bytes=load_bytes,
+    )
+
+
+def _loaded_from(held: Sequence[float], member: Member) -> tuple[Source | None, int]:
+    """The one source that is loaded from, with its bytes; None where there are several."""
+    loaded = [source for source in Source if source not in FREE_SOURCES and held[source] > 0]
+    if len(loaded) != 1:
+        return None, 0
+    return loaded[0], int(held[loaded[0]] * member.kv_bytes_per_token)
