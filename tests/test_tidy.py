@@ -138,10 +138,12 @@ UNIMPORTED = {
     "kvtier.core.quotas": "decides for the router, which is not built yet",
     "kvtier.core.scopes": "decides for the router, which is not built yet",
     "kvtier_services.worker.http.app": "for the worker's composition root, which is being built",
-    "kvtier.paged.runner": "what engines implement; the worker will import it",
     "kvtier.openai.requests": "for router and worker, which are being built",
     "kvtier.openai.usage": "for the router, which is not built yet",
     "kvtier_router.routing.remote": "for fleets too large to embed; the front will wire it",
+    "kvtier.engines.transformers.runner": "loads models for the worker, which is not built yet",
+    "kvtier.engines.transformers.sources": "finds models for the worker, which is not built yet",
+    "kvtier.paged.fake": "stands for a GPU in the worker, which is not built yet",
     "kvtier.tiers.faulty": "shipped for the tests of whoever builds on a tier",
     "kvtier.tiers.memory": "shipped for the tests of whoever builds on a tier",
 }
