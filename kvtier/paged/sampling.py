@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,6 @@ from kvtier.errors import BackendError, CallerError, LimitError
 from kvtier.limits import LOGIT_BIASES_COUNT_MAX
 
 SEED_MAX: Final = 2**64 - 1
-_SHORTLIST: Final = 1024
-"""Top-p is usually settled among this many tokens, without sorting the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
 
     Greedy rows take the highest logit, of equals the lowest id. Raises BackendError where a row has
     no finite maximum: the model is broken, not the request. O(vocab) a row, O(vocab log vocab)
-    where top-p needs more than a shortlist.
+    for top-p of a flat distribution.
     """
     if logits.dim() != 2 or logits.shape[0] != len(draws):
         raise CallerError(f"logits of shape {list(logits.shape)} for {len(draws)} draws")
@@ -168,16 +167,21 @@ def _adjusted(logits: Tensor, terms: SamplingTerms, generated: Sequence[int]) ->
 
 
 def _nucleus(weights: Tensor, share: float) -> Tensor:
-    """Keep the fewest largest weights whose sum reaches `share` of all (at least one)."""
-    wanted = share * float(weights.sum())
-    shortlist = min(_SHORTLIST, weights.numel())
-    descending = torch.topk(weights, shortlist).values
-    cumulative = descending.cumsum(0)
-    if float(cumulative[-1]) < wanted:
-        descending = weights.sort(descending=True).values
-        cumulative = descending.cumsum(0)
-    count = int((cumulative < wanted).sum()) + 1
-    return weights if count >= weights.numel() else _largest(weights, descending, count)
+    """Keep the fewest largest weights whose sum reaches `share` of all (at least one).
+
+    Weights that together cannot make up the rest are left out before sorting: usually nearly all.
+    """
+    total = float(weights.sum())
+    descending = _descending(weights[weights >= (1 - share) * total / weights.numel()])
+    count = int((descending.cumsum(0) < share * total).sum()) + 1
+    return _largest(weights, descending, min(count, descending.numel()))
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Sorted, largest first. On a CPU numpy's vectorised sort is ten times as fast as torch's."""
+    if values.device.type != "cpu":
+        return values.sort(descending=True).values
+    return torch.from_numpy(np.sort(values.numpy())[::-1].copy())
 
 
 def _largest(weights: Tensor, descending: Tensor, count: int) -> Tensor:

@@ -164,7 +164,7 @@ def test_top_k_cuts_between_equals_in_favour_of_the_lower_id() -> None:
     ]
 
 
-def test_top_p_reaches_beyond_its_shortlist() -> None:
+def test_top_p_of_a_flat_distribution_keeps_its_share_with_the_lowest_ids() -> None:
     weights = distribution(torch.zeros(5000), SamplingTerms(top_p=0.5), ())
     assert weights.nonzero().flatten().tolist() == list(range(2500))
 

@@ -20,6 +20,7 @@ from kvtier.text.messages import chat_messages
 from kvtier.text.template import ContentFormat, Ending
 from kvtier_services.worker.http.app import Surroundings, create_app, create_runner
 from kvtier_services.worker.http.settings import EndpointSettings
+from kvtier_services.worker.http.texts import Texts
 from kvtier_services.worker.requests import (
     CachedTokens,
     FinishReason,
@@ -165,9 +166,12 @@ async def served(
     engine: ScriptedEngine,
     settings: EndpointSettings | None = None,
     surroundings: Surroundings | None = None,
+    texts: Texts | None = None,
 ) -> AsyncIterator[Served]:
     """Serve `engine` on a free port while entered, with an `openai` client that never retries."""
-    runner = create_runner(create_app(engine, ByteTexts(), settings, surroundings), drain_s=1.0)
+    runner = create_runner(
+        create_app(engine, texts or ByteTexts(), settings, surroundings), drain_s=1.0
+    )
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -1,14 +1,16 @@
 """Incremental text equals the whole text, however it is cut, and never ends inside a character."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from kvtier.errors import CallerError, LimitError
 from kvtier.limits import STOP_STRING_CHARS_MAX, STOP_STRINGS_COUNT_MAX
+from kvtier.text import SpecialTokens, TextModel
 from kvtier.text.stream import Detokenizer, StopStrings, TextStream
 
 
@@ -39,6 +41,11 @@ FALLBACK = fallback_tokenizer()
 
 def fallback_decode(ids: Sequence[int]) -> str:
     return FALLBACK.decode(list(ids))
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_directory: Path) -> TextModel:
+    return TextModel.load(tiny_directory)
 
 
 def pieces(decode: object, ids: Sequence[int]) -> list[str]:
@@ -92,6 +99,38 @@ def test_endless_tokens_without_text_or_with_broken_text_keep_the_window_short()
     ids = [300] * 500 + [0xFF] * 500 + list(b"end")
     assert "".join(pieces(decode, ids)) == "\ufffd" * 500 + "end"
     assert seen < 200
+
+
+# Real tokenizers
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_tokens_of_a_real_tokenizer_come_out_as_the_whole_decodes(
+    data: st.DataObject, tiny: TextModel
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tiny.vocabulary_size - 1), max_size=40))
+    assert "".join(pieces(tiny.decode, ids)) == tiny.decode(ids)
+
+
+@given(text=st.text(alphabet="a é日👩\n<s>", max_size=30))
+@example(text="it's gone; 日本語のテキスト emoji 😀😀 and   spaces")
+@settings(max_examples=60)
+def test_encoded_text_comes_out_in_whole_characters(text: str, tiny: TextModel) -> None:
+    ids = [int(i) for i in tiny.encode(text, SpecialTokens.OMIT)]
+    out = pieces(tiny.decode, ids)
+    assert "".join(out) == tiny.decode(ids)
+    assert not any("\ufffd" in piece for piece in out)
+
+
+def test_smollm2_streams_what_it_decodes(smollm2_directory: Path) -> None:
+    model = TextModel.load(smollm2_directory)
+    text = "Hello, wörld! 日本語 👩‍👩‍👧 def f(x):\n    return x  # done"
+    ids = [int(i) for i in model.encode(text)]
+    out = pieces(model.decode, ids)
+    assert "".join(out) == model.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in out)
+    assert len([piece for piece in out if piece]) > 10, "text comes while tokens come"
 
 
 # Stop strings
