@@ -209,7 +209,7 @@ TEMPLATE_CHARS_MAX: Final = 1 << 20
 """Source of one chat template."""
 CHAT_TEMPLATES_COUNT_MAX: Final = 64
 """Named templates of one model."""
-TEMPLATE_STEPS_MAX: Final = 1 << 20
+TEMPLATE_STEPS_MAX: Final = 1 << 18
 """Calls and loop items of one run of a chat template."""
 TEMPLATE_BUILT_CHARS_MAX: Final = 1 << 30
 """Characters of all texts that one run joins on its way to the result."""

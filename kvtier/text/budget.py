@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from jinja2 import nodes
-from jinja2.runtime import Context
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvtier.errors import LimitError
@@ -82,9 +82,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         **kwargs: object,
     ) -> object:
         _take_steps(1)
-        owner = getattr(obj, "__self__", None)
-        if isinstance(owner, str):
-            _check_method(owner, getattr(obj, "__name__", ""), args, kwargs)
+        if type(obj) is not Macro:
+            method = getattr(obj, "__wrapped__", obj)  # jinja2 wraps `format` of strings
+            owner = getattr(method, "__self__", None)
+            if isinstance(owner, str):
+                _check_method(owner, getattr(method, "__name__", ""), args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:

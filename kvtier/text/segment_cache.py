@@ -81,4 +81,5 @@ class SegmentCache:
 
 def _size(scope: str, segment: str, ids: TokenIds) -> int:
     """Bytes of an entry; a scope's text is shared by its entries, and counted all the same."""
-    return _ENTRY_BYTES + 4 * (len(scope) + len(segment)) + ids.nbytes
+    segment_bytes = len(segment) * (1 if segment.isascii() else 4)
+    return _ENTRY_BYTES + len(scope) + segment_bytes + ids.nbytes
