@@ -221,6 +221,9 @@ JSON_DEPTH_MAX: Final = 64
 """Nesting of a request, and of one message or tool in it."""
 SEGMENT_CACHE_BYTES_MAX: Final = 4 << 30
 """Remembered tokens of one model's text segments."""
+WORDS_COUNT_MAX: Final = 1 << 16
+"""Remembered words of one tokenizer."""
+WORD_CHARS_MAX: Final = 64
 
 # OpenAI's protocol
 REQUEST_BYTES_MAX: Final = 64 << 20

@@ -5,15 +5,18 @@ up. Loops and calls are counted, and whatever multiplies text is checked before 
 What must not live here: what templates may use beyond plain Jinja (template.py).
 """
 
+import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from jinja2 import nodes
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from kvtier.errors import LimitError
 from kvtier.limits import (
@@ -24,6 +27,8 @@ from kvtier.limits import (
 )
 
 _INTEGER_BITS_MAX: Final = 4096
+_SMALL_CHARS: Final = 4096
+"""Sums of two texts up to this length are not charged: the steps around them are."""
 _WIDE_FIELD: Final = re.compile(r"\d{5,}|\*")
 """Widths of 10,000 and more in a format, or one that an argument gives."""
 
@@ -60,13 +65,26 @@ def require_length(chars: int) -> None:
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox that charges loops, calls and joined text to `BUDGET`."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        _meter(tree)
+        _Metering().visit(tree)
         tree.set_environment(self)
         return tree
+
+    def getitem(self, obj: object, argument: object) -> object:
+        if type(obj) is dict and argument in obj:
+            return obj[argument]
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: object, attribute: str) -> object:
+        """As the base class, faster where templates spend their time."""
+        if type(obj) is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute]
+        if type(obj) is LoopContext and attribute in _LOOP_VALUES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         if isinstance(obj, str) and attr in {"translate", "format_map", "encode"}:
@@ -89,17 +107,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 _check_method(owner, getattr(method, "__name__", ""), args, kwargs)
         return super().call(context, obj, *args, **kwargs)
 
-    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
-        match operator:
-            case "+":
-                _take_chars(_size(left) + _size(right))
+    def call_binop(self, context: Context, sign: str, left: object, right: object) -> object:
+        match sign:
             case "*":
                 _check_product(left, right)
             case "**":
                 _check_power(left, right)
             case "%" if isinstance(left, str):
                 check_format(left)
-        return super().call_binop(context, operator, left, right)
+        return super().call_binop(context, sign, left, right)
 
 
 def _take_steps(count: int) -> None:
@@ -171,16 +187,31 @@ def _check_method(
             check_format(text)
 
 
-# What the parser's tree gets so that loops and `~` are charged too
+# What the parser's tree gets so that loops and sums of texts are charged too
 
 
-def _meter(tree: nodes.Template) -> None:
-    for loop in list(tree.find_all(nodes.For)):
+class _Metering(NodeTransformer):
+    """Puts filters of ours into a template's tree; what it renders stays the same."""
+
+    def visit_For(self, loop: nodes.For) -> nodes.Node:
+        self.generic_visit(loop)
         if isinstance(loop.iter, nodes.Expr):
             loop.iter = _filtered(loop.iter, METERED)
-    for joined in list(tree.find_all(nodes.Concat)):
-        parts = nodes.List(joined.nodes, lineno=joined.lineno)
-        joined.nodes = [_filtered(parts, JOINED)]
+        return loop
+
+    def visit_Concat(self, joined: nodes.Concat) -> nodes.Node:
+        self.generic_visit(joined)
+        return _filtered(nodes.List(joined.nodes, lineno=joined.lineno), JOINED)
+
+    def visit_Add(self, last: nodes.Add) -> nodes.Node:
+        terms: list[nodes.Expr] = []
+        term: nodes.Expr = last
+        while isinstance(term, nodes.Add):
+            terms.append(term.right)
+            term = term.left
+        together = nodes.List([term, *reversed(terms)], lineno=last.lineno)
+        self.generic_visit(together)
+        return _filtered(together, ADDED)
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
@@ -189,6 +220,7 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 
 METERED: Final = "kvtier_metered"
 JOINED: Final = "kvtier_joined"
+ADDED: Final = "kvtier_added"
 
 
 def metered(items: object) -> object:
@@ -209,6 +241,28 @@ def _each(items: Iterable[object]) -> Iterator[object]:
 
 def joined(parts: list[object]) -> str:
     """The text of `parts` one after the other, as `~` makes it, charged before it is built."""
-    texts = [str(part) for part in parts]
-    _take_chars(sum(map(len, texts)))
+    return _join(list(map(str, parts)))
+
+
+def added(terms: list[object]) -> object:
+    """`terms[0] + terms[1] + …`, charged before it is built."""
+    if set(map(type, terms)) == _ONLY_TEXT:
+        return _join(cast("list[str]", terms))
+    return functools.reduce(_add, terms)
+
+
+def _join(texts: list[str]) -> str:
+    length = sum(map(len, texts))
+    if length > _SMALL_CHARS:
+        _take_chars(length)
     return "".join(texts)
+
+
+def _add(left: object, right: object) -> object:
+    _take_chars(_size(left) + _size(right))
+    return operator.add(left, right)
+
+
+_ONLY_TEXT: Final = {str}
+_DICT_ATTRIBUTES: Final = frozenset(dir(dict))
+_LOOP_VALUES: Final = frozenset({"first", "last", "index", "index0", "length"})

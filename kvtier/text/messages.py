@@ -23,6 +23,7 @@ _MEDIA_TYPES: Final = {
     "file": "file",
 }
 """Part types of the API, and how templates call them."""
+_ONLY_TEXT: Final = {str}
 _TEXT_TYPES: Final = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -52,6 +53,8 @@ def _message(
         raise CallerError(f"messages[{index}] is a {type(message).__name__}, not an object")
     if not isinstance(message.get("role"), str):
         raise CallerError(f"messages[{index}].role is not a string")
+    if set(map(type, message.values())) == _ONLY_TEXT:
+        return message
     plain = {name: value for name, value in message.items() if value is not None}
     for name, value in plain.items():
         if type(value) is str:

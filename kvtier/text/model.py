@@ -22,6 +22,7 @@ from kvtier.text.messages import chat_messages, require_plain
 from kvtier.text.segment_cache import CacheStats, SegmentCache, TokenIds
 from kvtier.text.segments import AddedTokenRule, boundaries_of
 from kvtier.text.template import ChatTemplate, ContentFormat, Ending, TemplateInput
+from kvtier.text.words import words_of
 
 _NO_ARGUMENTS: Final[Mapping[str, object]] = MappingProxyType({})
 
@@ -96,6 +97,8 @@ class TextModel:
         }
         rules = _rules(self._tokenizer)
         self._boundaries = boundaries_of(files.tokenizer, rules, files.splits_special_tokens)
+        by_words = self._boundaries.are_all_tokens
+        self._words = words_of(self._tokenizer, files.tokenizer) if by_words else None
         self._cache = SegmentCache(config.segment_cache_bytes)
         self._affixes = _affixes(files.tokenizer)
         self.digests = TextDigests(files.tokenizer_digest(), files.template_digest())
@@ -207,17 +210,29 @@ class TextModel:
     def _plain(self, text: str, scope: str) -> TokenIds:
         if not self._boundaries.any:
             return self._run(text, SpecialTokens.OMIT)
-        pieces = [self._segment(segment, scope) for segment in self._boundaries.split(text)]
+        segments = self._boundaries.split(text)
+        pieces = [
+            self._new_segment(segment, scope) if ids is None else ids
+            for segment, ids in zip(segments, self._cache.get(scope, segments), strict=True)
+        ]
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
 
-    def _segment(self, segment: str, scope: str) -> TokenIds:
-        ids = self._cache.get(scope, segment)
-        if ids is None:
-            ids = self._run(segment, SpecialTokens.OMIT)
-            self._cache.put(scope, segment, ids)
+    def _new_segment(self, segment: str, scope: str) -> TokenIds:
+        ids = self._tokens_of(segment)
+        self._cache.put(scope, segment, ids)
         return ids
+
+    def _tokens_of(self, segment: str) -> TokenIds:
+        if self._words is not None:
+            head = self._boundaries.head(segment)
+            head_id = self.token_id(head) if head else None
+            tokens = self._words.encode(segment[len(head) :])
+            if tokens is not None:
+                first = [] if head_id is None else [head_id]
+                return np.array(first + tokens, dtype=np.uint32)
+        return self._run(segment, SpecialTokens.OMIT)
 
     def _run(self, text: str, special_tokens: SpecialTokens) -> TokenIds:
         try:

@@ -44,17 +44,20 @@ class SegmentCache:
         self._lock = threading.Lock()
         self._bytes = self._hits = self._misses = self._evictions = 0
 
-    def get(self, scope: str, segment: str) -> TokenIds | None:
-        """Return the ids of `segment`, None where it is not held; it becomes the newest."""
-        key = (scope, segment)
+    def get(self, scope: str, segments: list[str]) -> list[TokenIds | None]:
+        """Return the ids of each segment, None where they are not held; they become the newest."""
+        found: list[TokenIds | None] = []
+        entries = self._entries
         with self._lock:
-            ids = self._entries.get(key)
-            if ids is None:
-                self._misses += 1
-            else:
-                self._hits += 1
-                self._entries.move_to_end(key)
-            return ids
+            for segment in segments:
+                ids = entries.get(key := (scope, segment))
+                if ids is not None:
+                    entries.move_to_end(key)
+                found.append(ids)
+            missing = sum(ids is None for ids in found)
+            self._misses += missing
+            self._hits += len(found) - missing
+        return found
 
     def put(self, scope: str, segment: str, ids: TokenIds) -> None:
         """Keep `ids`, which becomes read-only, and drop the oldest until the rest fits."""

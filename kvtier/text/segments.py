@@ -58,7 +58,9 @@ class Boundaries:
 
     def __init__(self, tokens: Iterable[AddedTokenRule]) -> None:
         """Of a tokenizer whose other parts all work on one piece at a time."""
-        raw = [token for token in tokens if token.content and not token.normalized]
+        known = [token for token in tokens if token.content]
+        raw = [token for token in known if not token.normalized]
+        self._any_normalized = len(raw) < len(known)
         sound = len(raw) <= ADDED_TOKENS_COUNT_MAX and not any(token.single_word for token in raw)
         self._cutting = frozenset(token.content for token in raw if token.cuts) if sound else None
         self._every_match_cuts = sound and all(token.cuts for token in raw)
@@ -69,6 +71,16 @@ class Boundaries:
     def any(self) -> bool:
         """Whether texts can be cut at all."""
         return self._pattern is not None
+
+    @property
+    def are_all_tokens(self) -> bool:
+        """Whether a segment can hold no added token but the one that it begins with."""
+        return self._every_match_cuts and not self._any_normalized
+
+    def head(self, segment: str) -> str:
+        """The added token that `segment` begins with, empty where it is the start of a text."""
+        match = self._pattern.match(segment) if self._pattern is not None else None
+        return match.group() if match is not None else ""
 
     def split(self, text: str) -> list[str]:
         """Cut `text` into segments that give it back when joined. O(characters)."""

@@ -23,13 +23,15 @@ from jinja2.runtime import Macro
 from jinja2.utils import Namespace, pass_eval_context
 
 from kvtier.errors import CallerError, ConfigError, LimitError
-from kvtier.limits import TEMPLATE_CHARS_MAX
+from kvtier.limits import RENDERED_CHARS_MAX, TEMPLATE_CHARS_MAX
 from kvtier.text.budget import (
+    ADDED,
     BUDGET,
     JOINED,
     METERED,
     BoundedEnvironment,
     Budget,
+    added,
     check_format,
     check_indent,
     check_replace,
@@ -44,6 +46,7 @@ _WRITTEN: Final = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that a request's template arguments cannot replace."""
 _CONTINUED_TAG: Final = "KVTIER_CONTINUED_MESSAGE_ENDS_HERE "
 _REASONING_NAMES: Final = ("reasoning_content", "thinking", "reasoning")
+_REASONING_SET: Final = frozenset(_REASONING_NAMES)
 
 TemplateErrors: Final = (
     TemplateError,
@@ -164,13 +167,16 @@ def _bounded_join(pieces: Iterator[str]) -> str:
     length = 0
     for piece in pieces:
         length += len(piece)
-        require_length(length)
+        if length > RENDERED_CHARS_MAX:
+            require_length(length)
         parts.append(piece)
     return "".join(parts)
 
 
 def _with_reasoning(message: dict[str, object]) -> dict[str, object]:
     """Give a message's reasoning every name that templates read it by; others as they are."""
+    if _REASONING_SET.isdisjoint(message):
+        return message
     reasoning = next(
         (message[name] for name in _REASONING_NAMES if message.get(name) is not None), None
     )
@@ -265,6 +271,7 @@ def _environment(now: LocalTime) -> BoundedEnvironment:
         "replace": _replace,
         METERED: metered,
         JOINED: joined,
+        ADDED: added,
     }
     environment.globals |= {
         "raise_exception": _raise_exception,
