@@ -1,0 +1,280 @@
+"""`kvtier router`: read configuration, build, serve, drain.
+
+What must not live here: decisions, HTTP handlers.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TextIO
+
+from kvtier.config import describe, load
+from kvtier.core.admission import AdmissionPolicy, ClassPolicy
+from kvtier.core.health import RetryBudget
+from kvtier.core.workers import WorkerName
+from kvtier.errors import ConfigError
+from kvtier.sections import Reach, parse_address
+from kvtier.security.clock import SYSTEM
+from kvtier.telemetry.logs import EventLog
+from kvtier.telemetry.service import Service, open_telemetry
+from kvtier.text.model import TextModel
+from kvtier_router import metrics as table
+from kvtier_router.config import RouterConfig, check_listen, pairs
+from kvtier_router.front.admin import Admin, AdminParts
+from kvtier_router.front.app import Front, FrontParts, FrontPolicy
+from kvtier_router.front.credentials import Credentials
+from kvtier_router.front.prompts import NamedTexts, PromptReader
+from kvtier_router.front.queue import RequestQueue
+from kvtier_router.front.quota import QuotaDesk
+from kvtier_router.front.relay import Relay, RelayParts, RelayPolicy
+from kvtier_router.front.stickiness import Stickiness
+from kvtier_router.front.tenants import TenantBook
+from kvtier_router.routing.values import RoutingBrain
+from kvtier_router.web.server import HttpServer
+from kvtier_router.web.upstream import Upstream
+
+LOG: Final = EventLog("kvtier_router")
+TICK_S: Final = 0.1
+
+BrainMaker = Callable[[RouterConfig], contextlib.AbstractAsyncContextManager[RoutingBrain]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRouter:
+    """A served router, for tests that run it inside their own process."""
+
+    port: int
+    admin_port: int
+    """0 where there is no admin listener, or it is a Unix socket."""
+    brain: RoutingBrain
+    front: Front
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    config: RouterConfig, log: TextIO, make_brain: BrainMaker, process: int = 0
+) -> AsyncIterator[RunningRouter]:
+    """Serve while entered; then drain. `process` is the number among those that share the port."""
+    check_listen(config)
+    clock = time.monotonic
+    async with contextlib.AsyncExitStack() as stack:
+        service = Service("router", table.DEFINITIONS, live=lambda: True)
+        telemetry = await stack.enter_async_context(open_telemetry(config.telemetry, service, log))
+        brain = await stack.enter_async_context(make_brain(config))
+        upstream = Upstream(config.upstream.limits, clock, _upstream_tls(config.upstream.ca_file))
+        stack.callback(upstream.close)
+        tenants = TenantBook(config.tenants.keys_file, config.tenants.secret())
+        if tenants.is_open:
+            LOG.warning("open mode: everybody is let in, and nothing separates tenants")
+        queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
+        relay = Relay(_relay_parts(config, brain, upstream, clock))
+        prompts = PromptReader(NamedTexts(load_texts(config)))
+        parts = FrontParts(
+            brain=brain,
+            relay=relay,
+            queue=queue,
+            quotas=QuotaDesk(clock),
+            tenants=tenants,
+            prompts=prompts,
+            front_metrics=table.FrontMetrics(telemetry.metrics),
+            metrics=telemetry.metrics,
+            tracer=telemetry.tracer,
+            clock=clock,
+        )
+        front = Front(parts, _policy(config))
+        server = HttpServer(front, config.http, clock)
+        table.bind_relay(telemetry.metrics, relay)
+        table.bind_server(telemetry.metrics, server, queue)
+        table.bind_brain(telemetry.metrics, brain)
+        table.bind_keys(telemetry.metrics, lambda: tenants.reload_errors)
+        admin_parts = AdminParts(brain, prompts, telemetry.metrics, front.unready, _no_news)
+        admin = HttpServer(Admin(admin_parts), config.http, clock)
+        admin_port = await _listen_admin(admin, config.admin_bind, process)
+        stack.push_async_callback(admin.drain, 0.5)
+        bound = bind_public(config.listen.bind, shared=config.workers > 1)
+        port = int(bound.getsockname()[1])
+        await server.listen(bound, _server_tls(config))
+        ticking = asyncio.create_task(_tick(brain, queue, (server, admin), upstream))
+        stack.push_async_callback(_cancelled, ticking)
+        LOG.info("serving", bind=config.listen.bind, port=port, admin_port=admin_port)
+        try:
+            yield RunningRouter(port, admin_port, brain, front)
+        finally:
+            LOG.info("draining")
+            front.draining = True
+            await asyncio.sleep(config.drain_delay_ms / 1e3)
+            await server.drain(config.drain_ms_max / 1e3)
+
+
+def _relay_parts(
+    config: RouterConfig, brain: RoutingBrain, upstream: Upstream, clock: Callable[[], float]
+) -> RelayParts:
+    relay = config.relay
+    return RelayParts(
+        brain=brain,
+        upstream=upstream,
+        credentials=Credentials(config.upstream.bearer, config.upstream.tokens_file),
+        stickiness=Stickiness(),
+        budget=RetryBudget(relay.retry_ratio, burst=float(relay.retry_burst)),
+        policy=RelayPolicy(relay.attempts_max, relay.shows_decision),
+        clock=clock,
+    )
+
+
+def _admission(config: RouterConfig) -> AdmissionPolicy:
+    queue = config.queue
+    row = ClassPolicy(
+        queued_requests_max=queue.queued_requests_max,
+        running_requests_max=queue.running_requests_max,
+    )
+    return AdmissionPolicy(
+        classes=(row,) * queue.classes,
+        tenant_queued_requests_max=queue.tenant_queued_requests_max,
+        running_requests_max=queue.running_requests_max,
+    )
+
+
+def _policy(config: RouterConfig) -> FrontPolicy:
+    local = parse_address(config.listen.bind).reach is Reach.LOCAL
+    return FrontPolicy(
+        prompt_tokens_max=config.relay.prompt_tokens_max,
+        request_s_max=config.relay.request_ms_max / 1e3,
+        session_header=config.relay.session_header.lower(),
+        shows_metrics=local,
+        started=int(SYSTEM.wall()),
+    )
+
+
+def load_texts(config: RouterConfig) -> dict[str, TextModel]:
+    """The text models that the configuration names. Blocks while they are built."""
+    by_directory: dict[str, TextModel] = {}
+    found: dict[str, TextModel] = {}
+    for name, directory in pairs(config.texts, "texts"):
+        if directory not in by_directory:
+            by_directory[directory] = TextModel.load(Path(directory))
+        found[name] = by_directory[directory]
+    return found
+
+
+def bind_public(bind: str, *, shared: bool) -> socket.socket:
+    """A bound socket; `shared`: other processes may bind the same port. ConfigError."""
+    address = parse_address(bind)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind((address.host, address.port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {bind}: {error.strerror}") from error
+    bound.setblocking(False)
+    return bound
+
+
+async def _listen_admin(admin: HttpServer, bind: str | None, process: int) -> int:
+    """The port of the admin listener of a process; 0 where it has none."""
+    if not bind:
+        return 0
+    address = parse_address(bind)
+    if bind.startswith("unix:"):
+        path = address.host if process == 0 else f"{address.host}.{process}"
+        await admin.listen(_private_socket(path))
+        return 0
+    port = address.port + process if address.port else 0
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    bound = bind_public(f"{host}:{port}", shared=False)
+    await admin.listen(bound)
+    return int(bound.getsockname()[1])
+
+
+def _private_socket(path: str) -> socket.socket:
+    """A bound Unix socket that only its user can reach. ConfigError."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        Path(path).unlink(missing_ok=True)
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on unix:{path}: {error.strerror}") from error
+    finally:
+        os.umask(mask)
+    bound.setblocking(False)
+    return bound
+
+
+def _server_tls(config: RouterConfig) -> ssl.SSLContext | None:
+    tls = config.listen.tls
+    if tls is None or tls.cert_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{tls.cert_file}: {error}") from error
+    return context
+
+
+def _upstream_tls(ca_file: Path | None) -> ssl.SSLContext | None:
+    if ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=str(ca_file))
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{ca_file}: {error}") from error
+
+
+def _no_news(worker: WorkerName, drains: bool) -> None:
+    """There are no other processes to tell."""
+
+
+async def _tick(
+    brain: RoutingBrain,
+    queue: RequestQueue,
+    servers: tuple[HttpServer, ...],
+    upstream: Upstream,
+) -> None:
+    while True:
+        await asyncio.sleep(TICK_S)
+        brain.tick()
+        queue.pump()
+        upstream.sweep()
+        for server in servers:
+            server.sweep()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def run(config: RouterConfig, make_brain: BrainMaker, process: int = 0) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serve(config, sys.stderr, make_brain, process):
+        await stop.wait()
+        LOG.info("stopping")
+
+
+def command(argv: list[str]) -> int:
+    """Entry point of `kvtier router`."""
+    loaded = load(RouterConfig, argv)
+    if loaded.print_only:
+        sys.stdout.write(describe(loaded))
+        return 0
+    raise ConfigError("no brain yet")
