@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -70,6 +71,52 @@ async def _match_until_refused(channel: grpc.aio.Channel) -> grpc.StatusCode:
             assert await match(channel, CHAIN) == {"w": 64 * 16}
         except grpc.aio.AioRpcError as error:
             return error.code()
+
+
+async def test_sigterm_ends_every_kind_of_stream_at_once_and_says_why(
+    processes: ProcessRunner,
+) -> None:
+    index = await start_index(processes, drain_ms_max=120_000)
+    async with channel_to(index.address) as channel:
+        publishing = RawPublisher(channel, worker("w"), epoch=7)
+        await publishing.join([stored(CHAIN)])
+        watching = unary(channel, "WatchFleet")(pb.WatchFleetRequest())
+        while (await watching.read()).kind != pb.FleetEvent.KIND_CURRENT:
+            pass
+        following = unary(channel, "Snapshot")(pb.SnapshotRequest(follow=True))
+        while not (await following.read()).complete:
+            pass
+        reserving = unary(channel, "Reserve")()
+        await reserving.write(pb.ReserveRequest(hello=pb.RouterHello(router="r", epoch=1)))
+        wanted = pb.Reservation(key="k", instance="w", prefill_tokens=1, ttl_ms=60_000)
+        await reserving.write(pb.ReserveRequest(reserve=wanted))
+        assert (await reserving.read()).granted
+        await publishing.batch(1, stored(CHAIN))
+        index.process.terminate()
+        ends = {
+            name: await _end_of(call)
+            for name, call in {
+                "publish": publishing.call,
+                "watch": watching,
+                "follow": following,
+                "reserve": reserving,
+            }.items()
+        }
+        # Long before the drain would have ended by itself.
+        assert await asyncio.to_thread(index.process.wait, 15) == 0
+    why = (grpc.StatusCode.UNAVAILABLE, "the index is stopping")
+    assert ends == dict.fromkeys(ends, why)
+    index.clean_log()
+
+
+async def _end_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Status and text with which the index ends a stream, once all that it said was read."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError:
+        pass
+    return await call.code(), await call.details()
 
 
 async def test_a_second_sigterm_changes_nothing_and_no_drain_lasts_for_ever(

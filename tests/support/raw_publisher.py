@@ -59,7 +59,7 @@ class RawPublisher:
         self.info = info
         self.epoch = epoch
         self.answers: list[pb.PublishResponse] = []
-        self._call = rpc.call(channel, rpc.INDEX, "Publish")()
+        self._call = self.call = rpc.call(channel, rpc.INDEX, "Publish")()
 
     async def hello(self, seq: int = 0) -> pb.PublishResponse:
         """Introduce oneself and read the answer that is not an acknowledgement."""

@@ -15,6 +15,7 @@ from kvtier.core.event_columns import EventBatch, EventKind, PackedBatch
 from kvtier.core.fleet import HolderRecord
 from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
 from kvtier.core.reservations import Reservation
+from kvtier.errors import UnavailableError
 from kvtier.limits import BATCH_BLOCKS_MAX, BATCH_EVENTS_MAX
 from kvtier.types import HolderId, Tier
 from kvtier.wire import convert, holders
@@ -76,6 +77,12 @@ class Broadcast:
     def state(self) -> IndexState:
         assert self._state is not None
         return self._state
+
+    def stop(self, reason: UnavailableError) -> None:
+        """End every follower and watcher, and say why."""
+        receivers = [one.receiver for one in self.followers]
+        for receiver in (*receivers, *(one.receiver for one in self.watchers)):
+            receiver.stop(reason)
 
     # ---- Changes
 

@@ -28,7 +28,7 @@ class IndexConfig(Root):
     holder_blocks_max: int = 64 << 20
     """Copies of blocks that one holder's shard may publish."""
     drain_ms_max: int = 5_000
-    """How long open calls may go on when the service is asked to stop."""
+    """How long open calls may go on when the service is asked to stop; streams end at once."""
 
     def __post_init__(self) -> None:
         if not 100 <= self.lease_ms <= LEASE_MS_MAX:

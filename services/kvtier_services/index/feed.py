@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 
-from kvtier.errors import OverloadedError
+from kvtier.errors import OverloadedError, UnavailableError
 
 
 class Receiver:
@@ -26,6 +26,7 @@ class Receiver:
         self.lagged = False
         self.closed = False
         self._finished = False
+        self._stopped: UnavailableError | None = None
 
     @property
     def queued_bytes(self) -> int:
@@ -56,6 +57,13 @@ class Receiver:
         self._finished = True
         self._wake.set()
 
+    def stop(self, reason: UnavailableError) -> None:
+        """End at once, and say why."""
+        self._stopped = reason
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._wake.set()
+
     def close(self) -> None:
         """End at once."""
         self.closed = True
@@ -65,7 +73,8 @@ class Receiver:
     async def messages(self, idle_s: float) -> AsyncIterator[bytes | None]:
         """Every queued message in order; None whenever nothing came for `idle_s`.
 
-        Ends when closed; OverloadedError when this receiver was cut off.
+        Ends when closed; OverloadedError when this receiver was cut off, UnavailableError when it
+        was stopped.
         """
         while not self.closed:
             while self._queue:
@@ -74,6 +83,8 @@ class Receiver:
                 if self._queued_bytes <= self._queued_bytes_max // 2:
                     self._drained.set()
                 yield message
+            if self._stopped is not None:
+                raise self._stopped
             if self.lagged:
                 raise OverloadedError("this receiver fell too far behind: take a new snapshot")
             if self._finished:

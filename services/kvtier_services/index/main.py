@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final, TextIO
 
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
@@ -21,6 +22,7 @@ from kvtier import security
 from kvtier.config import describe, load
 from kvtier.core.membership import LeaseConfig
 from kvtier.core.prefix_index import NativePrefixIndex
+from kvtier.errors import UnavailableError
 from kvtier.security import AccessRole, Policy
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.metrics import Metrics
@@ -95,12 +97,20 @@ async def serve(config: IndexConfig, log: TextIO) -> AsyncIterator[RunningIndex]
             )
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), secured.server)
         await secured.server.start()
-        stack.push_async_callback(secured.server.stop, config.drain_ms_max / 1000)
+        stack.push_async_callback(_drained, secured.server, service, config.drain_ms_max / 1000)
         stack.push_async_callback(health.enter_graceful_shutdown)
         for name in ("", rpc.INDEX.full_name):
             await health.set(name, health_pb2.HealthCheckResponse.SERVING)
         LOG.info("serving", bind=config.listen.bind, port=secured.port)
         yield RunningIndex(secured.port, state, opened.metrics)
+
+
+async def _drained(server: grpc.aio.Server, service: IndexService, drain_s_max: float) -> None:
+    """Take no more calls, end the streams and wait for what is under way, within `drain_s_max`."""
+    stopping = asyncio.create_task(server.stop(drain_s_max))
+    await asyncio.sleep(0)  # from here on, who is sent away is not let in again
+    service.stop(UnavailableError("the index is stopping"))
+    await stopping
 
 
 async def keep_time(state: IndexState, clock: Callable[[], float]) -> None:

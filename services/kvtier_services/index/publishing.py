@@ -29,7 +29,7 @@ from kvtier.core.event_messages import (
 )
 from kvtier.core.events import Outcome, Verdict
 from kvtier.core.workers import Load
-from kvtier.errors import CallerError, ForbiddenError, IdentityError, LimitError
+from kvtier.errors import CallerError, ForbiddenError, IdentityError, KvtierError, LimitError
 from kvtier.security.guard import caller
 from kvtier.types import Epoch, Seq
 from kvtier.wire import convert, holders, rpc
@@ -152,7 +152,7 @@ class PublishStream:
         self._taken = asyncio.Event()
         """Set whenever nothing waits any more."""
         self._is_ending = False
-        self._error: CallerError | ForbiddenError | None = None
+        self._error: KvtierError | None = None
 
     async def serve(self, context: Context) -> None:
         """Read until the publisher ends, is fenced or refused, or floods."""
@@ -269,7 +269,15 @@ class PublishStream:
             self._reply(outcome)
         return 1
 
-    def _end(self, error: CallerError | ForbiddenError | None) -> None:
+    def leave(self, reason: KvtierError) -> None:
+        """End the stream for a reason of the index's own: say how far it was heard, then why."""
+        if not self._is_ending:
+            if self._ack_timer is not None:
+                self._ack_timer.cancel()
+                self._say_ack()
+            self._end(reason)
+
+    def _end(self, error: KvtierError | None) -> None:
         """The stream is over once what it is still to be told is sent."""
         self._is_ending, self._error = True, error
         self._to_send.set()
@@ -402,7 +410,7 @@ class PublishStream:
         return pb.PublishResponse(welcome=welcome)
 
 
-def _status(error: CallerError | ForbiddenError) -> grpc.StatusCode:
+def _status(error: KvtierError) -> grpc.StatusCode:
     """LimitError: what else this publisher holds is still right, but it may not hold more."""
     if isinstance(error, LimitError):
         return grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -7,14 +7,14 @@ decisions (state.py), what receivers are told (broadcast.py), configuration (mai
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final, TypeVar
 
 import grpc
 import grpc.aio
 
 from kvtier.core.reservations import Reservation, ReserveVerdict, RouterLife
-from kvtier.errors import CallerError, KvtierError, OverloadedError
+from kvtier.errors import CallerError, KvtierError, OverloadedError, UnavailableError
 from kvtier.limits import BATCH_BLOCKS_MAX, FOLLOWERS_COUNT_MAX, WATCHERS_COUNT_MAX
 from kvtier.types import Epoch, HolderId, InstanceId, PrefixHash, Tier
 from kvtier.wire import convert, rpc
@@ -27,6 +27,8 @@ from kvtier_services.index.publishing import Intake, PublishStream
 from kvtier_services.index.state import IndexState
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+T = TypeVar("T")
 
 FEED_IDLE_S: Final = 0.5
 FEED_QUEUED_BYTES_MAX: Final = 256 << 20
@@ -50,6 +52,9 @@ class IndexService:
         self._clock = clock
         self._welcome = welcome
         self._intake = Intake(state, clock)
+        self._publishing: set[PublishStream] = set()
+        self._reserving: set[asyncio.Timeout] = set()
+        self._stopping: UnavailableError | None = None
         self._answerer = Answerer(state, metrics, clock, broadcast.index_epoch)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -67,13 +72,25 @@ class IndexService:
             raw={"Publish"},
         )
 
+    def stop(self, reason: UnavailableError) -> None:
+        """End every stream and say why; calls that are answered at once go on. For good.
+
+        Who is sent away comes back or goes elsewhere, so the server must take no more calls.
+        """
+        self._stopping = reason
+        for stream in self._publishing:
+            stream.leave(reason)
+        for reserving in self._reserving:
+            reserving.reschedule(asyncio.get_running_loop().time())
+        self._broadcast.stop(reason)
+
     # ---- publishers
 
     async def publish(self, _: AsyncIterator[bytes], context: Context) -> None:
-        with self._metrics.open_stream("publish"):
-            stream = PublishStream(
-                self._state, self._clock, self._welcome, self._metrics, self._intake
-            )
+        stream = PublishStream(self._state, self._clock, self._welcome, self._metrics, self._intake)
+        with self._metrics.open_stream("publish"), _listed(stream, self._publishing):
+            if self._stopping is not None:  # came in between
+                stream.leave(self._stopping)
             await stream.serve(context)
 
     # ---- queries
@@ -88,6 +105,18 @@ class IndexService:
     # ---- routers
 
     async def reserve(self, _: AsyncIterator[pb.ReserveRequest], context: Context) -> None:
+        try:
+            async with asyncio.timeout(None) as reserving:
+                with _listed(reserving, self._reserving):
+                    await self._serve_router(context)
+        except TimeoutError:
+            await refuse(context, self._stopping or UnavailableError("the stream is over"))
+        except KvtierError as error:
+            await refuse(context, error)
+        except grpc.aio.InternalError:
+            return  # the router is gone
+
+    async def _serve_router(self, context: Context) -> None:
         router: RouterLife | None = None
         try:
             while (request := await context.read()) is not grpc.aio.EOF:
@@ -101,10 +130,6 @@ class IndexService:
                     await context.write(self._reserve(router, request.reserve))
                 elif kind == "release_key":
                     self._state.release(router, request.release_key)
-        except KvtierError as error:
-            await refuse(context, error)
-        except grpc.aio.InternalError:
-            return  # the router is gone
         finally:
             if router is not None:
                 self._state.router_gone(router)
@@ -156,6 +181,8 @@ class IndexService:
         except OverloadedError as error:
             self._metrics.cut_off()
             await refuse(context, error)
+        except UnavailableError as error:
+            await refuse(context, error)
         finally:
             self._broadcast.followers.discard(follower)
             receiver.close()
@@ -186,6 +213,8 @@ class IndexService:
                         yield event
         except OverloadedError as error:
             self._metrics.cut_off()
+            await refuse(context, error)
+        except UnavailableError as error:
             await refuse(context, error)
         finally:
             self._broadcast.watchers.discard(watcher)
@@ -230,6 +259,16 @@ class IndexService:
         return pb.HolderStats(
             holder=self._broadcast.describe(record), tiers=tiers, events=events, last_seq=last_seq
         )
+
+
+@contextlib.contextmanager
+def _listed(one: T, where: set[T]) -> Iterator[None]:
+    """`one` is in the set while entered."""
+    where.add(one)
+    try:
+        yield
+    finally:
+        where.discard(one)
 
 
 async def refuse(context: Context, error: KvtierError) -> None:
