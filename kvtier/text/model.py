@@ -120,6 +120,11 @@ class TextModel:
         """Whether segments are tokenised apart and remembered; else every text is done anew."""
         return self._boundaries.any
 
+    @property
+    def looks_up_words(self) -> bool:
+        """Whether ASCII text is tokenised word by word from a table."""
+        return self._words is not None
+
     def render_chat(
         self, messages: Sequence[Mapping[str, object]], options: ChatOptions = ChatOptions()
     ) -> str:
