@@ -4,7 +4,9 @@ The list is that of the installed `openai` client, so a new parameter of a newer
 until somebody decides what becomes of it.
 """
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from kvtier_services.worker.http.parameters import (
     parse_completion,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 300
 OPENAI_COMPLETION = {
     *completion_create_params.CompletionCreateParamsBase.__annotations__,
@@ -73,6 +76,25 @@ def rows(standing: Standing) -> list[Any]:
 def test_the_tables_have_every_parameter_of_the_openai_client_and_no_stray_ones() -> None:
     assert set(COMPLETION_PARAMETERS) == OPENAI_COMPLETION | BEYOND_OPENAI
     assert set(CHAT_PARAMETERS) == OPENAI_CHAT | BEYOND_OPENAI | BEYOND_OPENAI_CHAT
+
+
+@pytest.mark.parametrize("table", [COMPLETION_PARAMETERS, CHAT_PARAMETERS])
+def test_the_page_of_the_endpoint_names_every_parameter_with_its_standing(
+    table: Mapping[str, Parameter],
+) -> None:
+    page = (ROOT / "docs" / "openai_endpoint.md").read_text(encoding="utf-8")
+    column = 2 if table is COMPLETION_PARAMETERS else 3
+    said = {}
+    for row in re.findall(r"^\|.*\|$", page, re.MULTILINE):
+        cells = [cell.strip() for cell in row.split("|")]
+        for name in re.findall(r"`(\w+)`", cells[1]):
+            said[name] = cells[column]
+    words = {Standing.UNSUPPORTED: "refused"}
+    for name, parameter in table.items():
+        if name in BEYOND_OPENAI | BEYOND_OPENAI_CHAT:
+            assert f"`{name}`" in page
+        else:
+            assert words.get(parameter.standing, parameter.standing.value) in said[name], name
 
 
 @pytest.mark.parametrize(("body", "name", "parameter"), rows(Standing.UNSUPPORTED))
