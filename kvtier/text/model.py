@@ -215,14 +215,27 @@ class TextModel:
     def _plain(self, text: str, scope: str) -> TokenIds:
         if not self._boundaries.any:
             return self._run(text, SpecialTokens.OMIT)
-        segments = self._boundaries.split(text)
-        pieces = [
-            self._new_segment(segment, scope) if ids is None else ids
-            for segment, ids in zip(segments, self._cache.get(scope, segments), strict=True)
-        ]
+        strides = self._boundaries.strides(text)
+        pieces = [self._stride(stride, scope) for stride in strides]
+        pieces += self._segments(text[sum(map(len, strides)) :] if strides else text, scope)
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
+
+    def _stride(self, text: str, scope: str) -> TokenIds:
+        """Many segments that were met together before."""
+        [ids] = self._cache.get(scope, [text])
+        if ids is None:
+            ids = np.concatenate(self._segments(text, scope))
+            self._cache.put(scope, text, ids)
+        return ids
+
+    def _segments(self, text: str, scope: str) -> list[TokenIds]:
+        segments = self._boundaries.split(text)
+        return [
+            self._new_segment(segment, scope) if ids is None else ids
+            for segment, ids in zip(segments, self._cache.get(scope, segments), strict=True)
+        ]
 
     def _new_segment(self, segment: str, scope: str) -> TokenIds:
         ids = self._tokens_of(segment)

@@ -33,6 +33,7 @@ _PRE_TOKENIZERS: Final = frozenset(
         *("Whitespace", "WhitespaceSplit"),
     }
 )
+STRIDE_CHARS: Final = 8192
 _MODELS: Final = frozenset({"BPE", "WordPiece", "WordLevel", "Unigram"})
 
 
@@ -66,6 +67,9 @@ class Boundaries:
         self._every_match_cuts = sound and all(token.cuts for token in raw)
         contents = [token.content for token in raw] if self._cutting else []
         self._pattern = re.compile(longest_first(contents)) if contents else None
+        firsts = {content[0] for content in contents}
+        apart = firsts.isdisjoint(char for content in contents for char in content[1:])
+        self._can_start_anywhere = apart and self._every_match_cuts
 
     @property
     def any(self) -> bool:
@@ -81,6 +85,24 @@ class Boundaries:
         """The added token that `segment` begins with, empty where it is the start of a text."""
         match = self._pattern.match(segment) if self._pattern is not None else None
         return match.group() if match is not None else ""
+
+    def strides(self, text: str) -> list[str]:
+        """Cut a long `text` at the first boundary after every STRIDE_CHARS; all but the last piece.
+
+        The pieces of a text are those of every longer text that begins with it, so that a chat that
+        goes on is found again in a few large pieces. Empty for short texts, and where a search that
+        starts in the middle could meet the inside of a token.
+        """
+        if self._pattern is None or not self._can_start_anywhere:
+            return []
+        pieces, start = [], 0
+        while len(text) - start > STRIDE_CHARS:
+            match = self._pattern.search(text, start + STRIDE_CHARS)
+            if match is None:
+                break
+            pieces.append(text[start : match.start()])
+            start = match.start()
+        return pieces
 
     def split(self, text: str) -> list[str]:
         """Cut `text` into segments that give it back when joined. O(characters)."""

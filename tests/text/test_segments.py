@@ -107,6 +107,30 @@ def test_segments_give_the_tokens_of_the_whole_text(name: str, text: str) -> Non
         assert ids.tolist() == whole(tokenizer, text)
 
 
+@pytest.mark.parametrize("name", [*CUTTING, *WHOLE])
+@given(parts=st.lists(TEXTS, min_size=1, max_size=3), repeats=st.integers(100, 600))
+@settings(max_examples=6, deadline=None)
+def test_long_texts_have_the_tokens_of_the_whole_text_as_they_grow(
+    name: str, parts: list[str], repeats: int
+) -> None:
+    model, tokenizer = model_of(name)
+    text = ""
+    for part in parts:
+        text += (part + "<|a|>the quick<s>") * repeats
+        assert model.encode(text, SpecialTokens.OMIT).tolist() == whole(tokenizer, text)
+
+
+def test_a_long_chat_that_goes_on_is_found_in_a_few_pieces(tiny_directory: Path) -> None:
+    model = TextModel.load(tiny_directory)
+    history = [{"role": "user", "content": f"message {index} " * 20} for index in range(200)]
+    for stop in (199, 200):
+        before = model.cache_stats()
+        model.encode_chat(history[:stop])
+    after = model.cache_stats()
+    assert after.misses - before.misses <= 2
+    assert after.hits - before.hits < 80  # of 400 segments
+
+
 @pytest.mark.parametrize("name", CUTTING)
 def test_tokenizers_that_look_for_raw_tokens_first_use_the_cache(name: str) -> None:
     model, _ = model_of(name)
@@ -141,9 +165,11 @@ def test_split_special_tokens_does_not_use_the_cache(tmp_path: Path) -> None:
 
 
 @given(
-    turns=st.lists(TEXTS | st.sampled_from(["<|im_start|>", "{{ x }}", "<|im_end|>\n"]), min_size=1)
+    turns=st.lists(
+        TEXTS | st.sampled_from(["<|im_start|>", "{{ x }}", "<|im_end|>\n"]), min_size=1, max_size=5
+    )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_chat_of_smollm2_has_the_tokens_of_its_rendered_text(
     smollm2_directory: Path, turns: list[str]
 ) -> None:
