@@ -23,6 +23,8 @@ from typing import Any, Self, TypeVar
 from kvtier.client.store_arena import SharedArena
 from kvtier.client.store_link import ABSENT, PRESENCES, Pauses, StoreLink
 from kvtier.client.store_memory import Payload, readable, writable
+from kvtier.core.checks import require_integer
+from kvtier.core.encoding import U64_MAX
 from kvtier.core.eviction import PRIORITY_DEFAULT, Retention
 from kvtier.core.frame import FrameName
 from kvtier.errors import CallerError, DeadlineError, KvtierError
@@ -41,6 +43,7 @@ from kvtier.ports import (
 from kvtier.sections import DialConfig
 from kvtier.store.values import Presence
 from kvtier.tiers.arena.client import ArenaClientConfig
+from kvtier.tiers.minting import block_to_put, block_wanted
 from kvtier.types import ScopeId, Tier
 from kvtier.wire import blocks
 from kvtier.wire import messages as pb
@@ -400,8 +403,10 @@ def get_requests(
     targets: Sequence[Payload | None] = [None] * len(names) if into is None else into
     if len(targets) != len(names):
         raise CallerError(f"into: {len(targets)} for {len(names)} blocks")
+    if terms.payload_bytes is not None:
+        require_integer("payload_bytes", terms.payload_bytes, 0, U64_MAX)
     return [
-        GetRequest(name, None if target is None else writable(target), terms.payload_bytes)
+        block_wanted(name, None if target is None else writable(target), terms.payload_bytes)
         for name, target in zip(names, targets, strict=True)
     ]
 
@@ -414,7 +419,7 @@ def put_requests(
         raise CallerError(f"payloads: {len(payloads)} for {len(names)} blocks")
     owner, retention = BlockOwner(writer_id, terms.scope), Retention(terms.priority)
     return [
-        PutRequest(name, readable(payload), owner, None, retention)
+        block_to_put(name, readable(payload), owner, retention)
         for name, payload in zip(names, payloads, strict=True)
     ]
 

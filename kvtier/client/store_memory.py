@@ -55,7 +55,8 @@ def readable(payload: Payload) -> memoryview:
     if isinstance(payload, bytes | bytearray | memoryview):
         return _flat(memoryview(payload))
     if isinstance(payload, np.ndarray):
-        return _array_view(np.ascontiguousarray(payload))
+        contiguous = payload.flags.c_contiguous
+        return _array_view(payload if contiguous else np.ascontiguousarray(payload))
     # Last, because looking for a protocol's members costs microseconds.
     if isinstance(payload, TensorLike):
         _require_cpu(payload)
@@ -91,6 +92,8 @@ def _tensor_view(tensor: TensorLike) -> memoryview:
 
 
 def _array_view(array: npt.NDArray[np.generic]) -> memoryview:
+    if array.ndim == 1 and array.dtype.char == "B" and array.nbytes:
+        return memoryview(array)  # type: ignore[arg-type]
     if array.dtype.hasobject:
         raise CallerError("an array of objects has no bytes")
     if not array.nbytes:

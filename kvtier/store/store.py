@@ -102,7 +102,7 @@ class TieredStore:
         self._reads = Reads(self._books, parts, self._flights, self._writes, shared)
         self._pins: dict[PinId, list[Callable[[], None]]] = {}
         self._probing: set[Tier] = set()
-        self._written: dict[FrameName, tuple[WrittenBlock, int]] = {}
+        self._written: list[tuple[WrittenBlock, int]] = []
         self._written_bytes = 0
         self._catching_up: asyncio.TimerHandle | None = None
         self._is_open = True
@@ -211,9 +211,8 @@ class TieredStore:
         wait for it. What may not stay is dropped then.
         """
         require_open(self._is_open)
-        for block, seen in zip(blocks, checksums, strict=True):
-            self._written[block.name] = (block, seen)
-            self._written_bytes += block.payload_bytes
+        self._written += zip(blocks, checksums, strict=True)
+        self._written_bytes += sum([block.payload_bytes for block in blocks])
         if len(self._written) >= ADOPTIONS_MAX or self._written_bytes >= ADOPTIONS_BYTES_MAX:
             self._catch_up()
         elif self._catching_up is None:
@@ -359,8 +358,9 @@ class TieredStore:
             self._catching_up = None
         if not self._written:
             return
-        written, self._written, self._written_bytes = self._written, {}, 0
-        there = [one for one in written.values() if self._parts.watch.holds(_DRAM, one[0].name)]
+        written, self._written, self._written_bytes = self._written, [], 0
+        last = {one[0].name: one for one in written}  # one that went meanwhile and came again
+        there = [one for name, one in last.items() if self._parts.watch.holds(_DRAM, name)]
         self._writes.adopt(
             [held_block(b.name, b.payload_bytes, b.owner, b.retention) for b, _ in there],
             [seen for _, seen in there],

@@ -17,6 +17,7 @@ import numpy as np
 from kvtier.core.frame import FrameName
 from kvtier.errors import KvtierError
 from kvtier.ports import BlockOwner, ByNames, GetRequest, GetStatus, PutRequest
+from kvtier.tiers.arena import messages
 from kvtier.tiers.arena.client import ArenaClient, ArenaClientConfig, connect_arena
 from kvtier.tiers.arena.holdings import Wanted
 from kvtier.tiers.arena.messages import BlockToCommit
@@ -136,6 +137,22 @@ def late(path: Path, go: Path) -> None:
     client.close()
 
 
+def stall(path: Path, go: Path) -> None:
+    """Announce two blocks, hand over one, wait until told, hand over the other."""
+    client = connect_arena(path, CLIENT)
+    requests = [put_request(n, 1) for n in (200, 201)]
+    payloads = [memoryview(described(n, 1)) for n in (200, 201)]
+    offsets = [0, PAYLOAD_BYTES]
+    client.send(messages.pack_begin(7, requests, offsets, [PAYLOAD_BYTES] * 2), soon())
+    client.send(messages.pack_ready(7, list(client.stage(payloads[:1], offsets[:1]))), soon())
+    say("begun")
+    eventually(go.exists, 60, "told to go on")
+    client.send(messages.pack_ready(7, list(client.stage(payloads[1:], offsets[1:]))), soon())
+    tag, count, body = client.receive(soon())
+    say(f"put {tag} {[str(one.status) for one in messages.parse_results(count, body)]}")
+    client.close()
+
+
 def small(arena_bytes: int) -> None:
     """Ask for an arena that this process may not have."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -151,6 +168,7 @@ ROLES: dict[str, Callable[[list[str]], None]] = {
     "read": lambda rest: read(Path(rest[0]), int(rest[1])),
     "hold": lambda rest: hold(Path(rest[0])),
     "late": lambda rest: late(Path(rest[0]), Path(rest[1])),
+    "stall": lambda rest: stall(Path(rest[0]), Path(rest[1])),
     "small": lambda rest: small(int(rest[0])),
 }
 

@@ -116,6 +116,37 @@ async def test_a_killed_client_leaves_no_lease_and_no_reservation(
         assert await get_bytes(store.tier, name_of(0)) == described(0, 0)
 
 
+async def test_a_writer_stopped_in_the_middle_of_a_put_blocks_no_slot_and_harms_no_block(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    async with node(tmp_path, arena=CONFIG) as store:
+        await filled(store)
+        go = tmp_path / "go"
+        writer = launched(processes, "writer", "stall", store.path, go)
+        await on_thread(lambda: said(writer, "begun"))
+        await on_thread(writer.freeze)
+
+        async def given_up() -> bool:
+            return store.server.stats().reservations_expired == 2
+
+        await eventually_async(given_up, WAIT_S, "its slots are taken back")
+        assert store.tier.stats().blocks_reserved == 0
+        # Its slots go to others, and keep what those put there.
+        for start in range(300, 348, 8):
+            await store.tier.put_many([put_request(n, 1) for n in range(start, start + 8)], soon())
+        before = {name: await get_bytes(store.tier, name) for name in store.tier.names()}
+        go.touch()
+        writer.thaw()
+        line = await on_thread(lambda: said(writer, "put"))
+        assert line == "put 7 ['stored', 'stored']"
+        assert await on_thread(lambda: writer.wait(WAIT_S)) == 0
+        for name, payload in before.items():
+            assert await get_bytes(store.tier, name) in {payload, None}
+        for number in (200, 201):
+            assert await get_bytes(store.tier, name_of(number)) == described(number, 1)
+        assert store.tier.stats().blocks_reserved == 0
+
+
 async def test_a_stopped_writer_whose_reservation_expired_changes_nothing_when_it_goes_on(
     processes: ProcessRunner, tmp_path: Path
 ) -> None:

@@ -94,6 +94,15 @@ async def later(store: StoreProcess, ms: int) -> None:
     await eventually_async(is_later, 30, f"{ms} ms later")
 
 
+async def put_all(client: BlockStoreClient, numbers: range) -> None:
+    """Put blocks, again where DRAM is full of what the disk has not taken yet."""
+
+    async def is_held() -> bool:
+        return all(await put(client, numbers))
+
+    await eventually_async(is_held, 30, "the blocks are held")
+
+
 def client_launch(role: str, store: StoreProcess) -> Launch:
     argv = python_module("tests.faults.store_client_process", role, str(store.run_dir))
     return Launch(f"client-{role}", argv, directory=Path(__file__).resolve().parents[2])
@@ -125,7 +134,7 @@ async def test_a_client_that_dies_leaves_no_lease_and_no_reservation(
         await eventually_async(is_clean, 10, "nothing is held for the dead client")
         assert await get(client, [1, 2, 3]) == [0, 0, 0]
         for start in range(1000, 1400, 8):
-            assert all(await put(client, range(start, start + 8)))
+            await put_all(client, range(start, start + 8))
     store.clean_log()
 
 
@@ -139,7 +148,7 @@ async def test_a_writer_stopped_past_its_reservation_changes_no_published_block(
     async with store.client() as client:
         assert await put(client, [1], version=5) == [True]
         for start in range(1000, 1200, 8):
-            assert all(await put(client, range(start, start + 8)))
+            await put_all(client, range(start, start + 8))
 
         await later(store, 3 * WRITER_TTL_MS)
         assert (await store.tier(Tier.DRAM)).blocks_reserved == 1
@@ -161,7 +170,7 @@ async def test_a_store_told_to_stop_drains_and_its_blocks_are_there_again(
     store = await asyncio.to_thread(start_store, processes, tmp_path / "data")
     async with store.client() as client:
         for start in range(0, 80, 8):
-            assert all(await put(client, range(start, start + 8)))
+            await put_all(client, range(start, start + 8))
         await asyncio.to_thread(store.process.terminate)
         assert await asyncio.to_thread(store.process.wait, 20) == 0
         assert await get(client, [1]) == [None]

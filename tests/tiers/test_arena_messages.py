@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvtier.core.eviction import Retention
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import CallerError
-from kvtier.ports import BlockOwner, PutResult, PutStatus
+from kvtier.ports import BlockOwner, PutRequest, PutResult, PutStatus
 from kvtier.tiers.arena import messages
 from kvtier.tiers.arena.holdings import Wanted
 from kvtier.tiers.arena.messages import (
@@ -51,6 +51,28 @@ def test_commits_survive(blocks: list[BlockToCommit], tag: int) -> None:
     count, seen, body = body_of(messages.pack_commit(tag, blocks), Kind.COMMIT)
     assert seen == tag
     assert messages.parse_commit(count, body) == blocks
+
+
+@given(st.lists(commits, max_size=8), st.integers(0, 2**32 - 1))
+def test_announced_blocks_survive(blocks: list[BlockToCommit], tag: int) -> None:
+    requests = [
+        PutRequest(b.wanted.name, b"", b.wanted.owner, None, b.wanted.retention) for b in blocks
+    ]
+    offsets = [block.segment_offset for block in blocks]
+    sizes = [block.wanted.payload_bytes for block in blocks]
+    count, seen, body = body_of(messages.pack_begin(tag, requests, offsets, sizes), Kind.BEGIN)
+    assert seen == tag
+    assert messages.parse_commit(count, body) == [
+        BlockToCommit(block.wanted, block.segment_offset) for block in blocks
+    ]
+
+
+@given(st.lists(st.none() | u64, max_size=8))
+def test_what_is_ready_survives(checksums: list[int | None]) -> None:
+    count, _, body = body_of(messages.pack_ready(3, checksums), Kind.READY)
+    assert messages.parse_ready(count, body) == checksums
+    with pytest.raises(CallerError):
+        messages.parse_ready(count + 1, body)
 
 
 @given(st.lists(wanted, max_size=8), st.integers(0, 2**32 - 1))

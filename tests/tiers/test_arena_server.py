@@ -271,6 +271,94 @@ async def test_a_lease_that_ran_out_no_longer_keeps_its_block() -> None:
     await plain.tier.close()
 
 
+def begun(plain: Plain, session: Session, tag: int, *numbers: int) -> None:
+    """Announce blocks of zeros: what a fresh segment holds."""
+    blocks = [BlockToCommit(wanted(n), 64 * i) for i, n in enumerate(numbers)]
+    plain.server.begin(session, tag, blocks)
+
+
+async def test_blocks_that_are_handed_over_bit_by_bit_are_published_together() -> None:
+    plain = Plain()
+    session = plain.session()
+    zeros = checksum(bytes(BLOCK_BYTES))
+    begun(plain, session, 1, 1, 2, 3)
+    assert plain.tier.stats().blocks_reserved == plain.server.stats().reservations == 3
+    assert await plain.server.ready(session, 1, [None], soon()) is None
+    assert plain.tier.held(name_of(1)) is None
+    results = await plain.server.ready(session, 1, [zeros, zeros + 1], soon())
+    assert results is not None
+    assert [r.status for r in results] == [PutStatus.STORED] * 2 + [PutStatus.CORRUPT]
+    assert await get_bytes(plain.tier, name_of(2)) == bytes(BLOCK_BYTES)
+    assert plain.tier.held(name_of(3)) is None
+    assert plain.tier.stats().blocks_reserved == plain.server.stats().reservations == 0
+    with pytest.raises(CallerError, match="not announced"):
+        await plain.server.ready(session, 1, [None], soon())
+    await plain.tier.close()
+
+
+async def test_of_blocks_that_others_put_meanwhile_the_first_are_kept() -> None:
+    plain = Plain()
+    session = plain.session()
+    begun(plain, session, 1, 1, 2)
+    await plain.tier.put_many([put_of(1)], soon())
+    results = await plain.server.ready(session, 1, [None, None], soon())
+    assert results is not None
+    assert [r.status for r in results] == [PutStatus.DIVERGENT, PutStatus.STORED]
+    assert await get_bytes(plain.tier, name_of(1)) == payload_of(1)
+    # One that is there from the beginning, and one twice, take no slots before they have come.
+    begun(plain, session, 2, 1, 3)
+    begun(plain, session, 3, 4, 4)
+    assert plain.tier.stats().blocks_reserved == 0
+    for tag, expected in (
+        (2, [PutStatus.DIVERGENT, PutStatus.STORED]),
+        (3, [PutStatus.STORED, PutStatus.DUPLICATE]),
+    ):
+        results = await plain.server.ready(session, tag, [None, None], soon())
+        assert results is not None
+        assert [r.status for r in results] == expected
+    await plain.tier.close()
+
+
+async def test_blocks_that_do_not_come_give_their_slots_back_and_may_come_later() -> None:
+    plain = Plain()
+    session = plain.session()
+    begun(plain, session, 1, 1, 2)
+    await plain.server.ready(session, 1, [None], soon())
+    plain.time.now += 60.0
+    plain.server.expire()
+    assert plain.server.stats().reservations_expired == 2
+    assert plain.tier.stats().blocks_reserved == 0
+    results = await plain.server.ready(session, 1, [None], soon())
+    assert results is not None
+    assert [r.status for r in results] == [PutStatus.STORED] * 2
+    assert await get_bytes(plain.tier, name_of(1)) == bytes(BLOCK_BYTES)
+    begun(plain, session, 2, 3, 4)
+    plain.server.close_session(session)
+    assert plain.tier.stats().blocks_reserved == 0
+    await plain.tier.close()
+
+
+async def test_a_client_announces_no_more_than_it_may() -> None:
+    plain = Plain(ArenaServerConfig(reservations_max=3))
+    session = plain.session()
+    begun(plain, session, 0, 1, 2)
+    begun(plain, session, 1, 3, 4)  # past its reservations: put as a whole
+    assert plain.tier.stats().blocks_reserved == 2
+    with pytest.raises(CallerError):
+        begun(plain, session, 1, 5)
+    with pytest.raises(CallerError):
+        plain.server.begin(session, 2, [])
+    with pytest.raises(CallerError, match="outside"):
+        plain.server.begin(session, 2, [BlockToCommit(wanted(6), SEGMENT_BYTES)])
+    with pytest.raises(CallerError, match="not announced"):
+        await plain.server.ready(session, 0, [None] * 3, soon())
+    for tag in range(2, 16):
+        begun(plain, session, tag, 10 + tag)
+    with pytest.raises(CallerError):
+        begun(plain, session, 16, 50)
+    await plain.tier.close()
+
+
 async def test_a_reservation_is_committed_into_its_slot() -> None:
     plain = Plain()
     session = plain.session()
@@ -440,6 +528,10 @@ async def open_raw(store: Node) -> socket.socket:
         messages.pack(Kind.COMMIT, 200, 1, b"\x00" * 300),
         messages.pack_commit(1, [BlockToCommit(wanted(1), 2**63)]),
         messages.pack_lease(1, 0, [name_of(1)]),
+        messages.pack(Kind.BEGIN, 0, 1, b"\x00\x00"),
+        messages.pack_begin(1, [put_of(1)], [2**63], [BLOCK_BYTES]),
+        messages.pack_ready(1, [None]),
+        messages.pack(Kind.READY, 2, 1, b"\x00"),
         messages.pack_hello(Hello(ABI_VERSION, SEGMENT_BYTES)),
     ],
 )

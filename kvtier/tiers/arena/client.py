@@ -3,8 +3,8 @@
 `get_many` and `contains` look into shared memory and call nobody: a block that is resident is
 copied to the caller's buffer and verified there, in one native call a batch. What is not found,
 or changes while it is read, is a miss: the store's own `Acquire` may know more. `put_many` copies
-payloads into the segment group by group while the store takes the groups before out of it; what
-already stands in memory from `allocate` is not copied again.
+payloads into the segment bit by bit while the store takes what stands there out of it; what already
+stands in memory from `allocate` is not copied again.
 
 Blocking, safe from several threads; reads run in parallel, everything that talks waits its turn.
 Nothing here raises for a store that is gone: reads go on as long as the memory says "serving",
@@ -28,7 +28,7 @@ import numpy as np
 
 from kvtier.core.block_copy import copy_checksum_pairs
 from kvtier.core.checks import require_integer
-from kvtier.core.frame import FrameExpectation, FrameHeader, FrameName, verify_copied
+from kvtier.core.frame import FrameExpectation, FrameName, verify_copied
 from kvtier.errors import (
     BackendError,
     CallerError,
@@ -45,7 +45,6 @@ from kvtier.ports import (
     PutRequest,
     PutResult,
     PutStatus,
-    Refusal,
     require_batch,
 )
 from kvtier.tiers.arena import messages
@@ -55,13 +54,12 @@ from kvtier.tiers.arena.directory import (
     NATIVE,
     NOWHERE,
     ArenaOperations,
-    Read,
     ReadStatus,
     frame_header_of,
     located,
     packed_names,
+    read_fields,
     read_layout,
-    reads,
 )
 from kvtier.tiers.arena.holdings import Wanted
 from kvtier.tiers.arena.memory import Sealing, SharedMemory, attach
@@ -72,18 +70,11 @@ from kvtier.tiers.arena.messages import (
     Kind,
     LeasedBlock,
 )
+from kvtier.tiers.arena.putting import Put
+from kvtier.tiers.minting import hit
 from kvtier.tiers.tally import failed_get, payload_view
 
 _TOUCHES_MAX: Final = 256
-_GROUP_BYTES: Final = 4 << 20
-"""Blocks of a put that are handed over together: the next group is copied meanwhile."""
-_GROUP_BLOCKS: Final = 16
-_FIRST_SHARE: Final = 0.375
-"""Where blocks are staged, the first group is small, so that the store begins early; each is twice
-the one before. No small one is left for the end: a group costs the store as much as some blocks."""
-_GROUPS_COUNT: Final = 4
-_TAIL: Final = 4
-"""At most a fourth of a group is no group of its own."""
 _ALIGNMENT: Final = 64
 _FDS_COUNT: Final = 3
 
@@ -115,16 +106,6 @@ class AttachedMemory:
     def close(self) -> None:
         for memory in (self.directory, self.slots, self.segment):
             memory.close()
-
-
-@dataclass(slots=True)
-class _Group:
-    """Blocks that were handed over and are not answered yet; their part of the staging area."""
-
-    tag: int
-    positions: list[int]
-    start: int
-    end: int
 
 
 class ArenaClient:
@@ -199,13 +180,18 @@ class ArenaClient:
             raise CallerError(str(error)) from error
         results = []
         touched, corrupt = [], []
-        for i, read in enumerate(reads(records)):
-            result = _answer(requests[i], targets[i], read, records, i)
+        fields = read_fields(records)
+        for i, (request, target) in enumerate(zip(requests, targets, strict=True)):
+            status, entry, generation, _, writer_id, size, seen = next(fields)
+            if not status:
+                payload = target if target.nbytes == size else target[:size]
+                results.append(hit(request.name, writer_id, seen, payload))
+                touched.append((entry, generation))
+                continue
+            result = _missed(request, ReadStatus(status), size, seen, records, i)
+            if result.status is GetStatus.CORRUPT:
+                corrupt.append((entry, generation))
             results.append(result)
-            if result.is_hit:
-                touched.append((read.entry, read.generation))
-            elif result.status is GetStatus.CORRUPT:
-                corrupt.append((read.entry, read.generation))
         self._tell_used(touched, corrupt)
         return results
 
@@ -220,7 +206,7 @@ class ArenaClient:
         self._require_open()
         try:
             with self._locked(deadline_s):
-                return _Put(self, requests, payloads, deadline_s).run()
+                return Put(self, requests, payloads, deadline_s).run()
         except DeadlineError:
             return [PutResult(PutStatus.TIMEOUT)] * len(requests)
 
@@ -254,7 +240,7 @@ class ArenaClient:
         """The part of the segment that `put_many` uses."""
         return self._config.staging_bytes
 
-    def stage(self, payloads: Sequence[tuple[int, memoryview]]) -> list[int]:
+    def stage(self, payloads: Sequence[memoryview], offsets: Sequence[int]) -> list[int]:
         """Copy payloads to offsets of the staging area, under the lock; the checksums of what is
         there.
 
@@ -262,10 +248,11 @@ class ArenaClient:
         its own, lines that wander between the two make a cached copy three times slower.
         """
         segment = self._memory.segment.view
-        targets = [segment[offset : offset + payload.nbytes] for offset, payload in payloads]
-        checksums: list[int] = copy_checksum_pairs(
-            targets, [payload for _, payload in payloads]
-        ).tolist()
+        targets = [
+            segment[offset : offset + payload.nbytes]
+            for payload, offset in zip(payloads, offsets, strict=True)
+        ]
+        checksums: list[int] = copy_checksum_pairs(targets, payloads).tolist()
         return checksums
 
     def reserve(self, blocks: Sequence[Wanted], ttl_ms: int, deadline_s: float) -> list[Granted]:
@@ -461,113 +448,6 @@ class ArenaClient:
             self._connection.close()
 
 
-class _Put:
-    """One `put_many`, under the client's lock."""
-
-    def __init__(
-        self,
-        client: ArenaClient,
-        requests: Sequence[PutRequest],
-        payloads: Sequence[memoryview],
-        deadline_s: float,
-    ) -> None:
-        self._client = client
-        self._requests = requests
-        self._payloads = payloads
-        self._places = client.offsets_in_segment(payloads)
-        self._deadline_s = deadline_s
-        self._aligned = [-(-payload.nbytes // _ALIGNMENT) * _ALIGNMENT for payload in payloads]
-        """What each takes of the staging area, unless it is in the segment already."""
-        self._results: dict[int, PutResult] = {}
-        self._handed: deque[_Group] = deque()
-        self._at = 0
-
-    def run(self) -> list[PutResult]:
-        """Hand over group by group, and collect the answers."""
-        rest = PutResult(PutStatus.TIMEOUT)
-        try:
-            for positions in self._groups():
-                self._hand_over(positions)
-            while self._handed:
-                self._collect()
-        except DeadlineError:
-            rest = PutResult(PutStatus.TIMEOUT)
-        except UnavailableError:
-            rest = PutResult(PutStatus.ERROR, "unavailable")
-        return [self._results.get(i, rest) for i in range(len(self._requests))]
-
-    def _groups(self) -> Iterator[list[int]]:
-        """Positions of blocks that go together, in order."""
-        staging_bytes, sizes = self._client.staging_bytes, self._aligned
-        fitting = []
-        for i, (size, place) in enumerate(zip(sizes, self._places, strict=True)):
-            if place is None and size > staging_bytes:
-                self._results[i] = PutResult(PutStatus.REFUSED, Refusal.TOO_LONG)
-            else:
-                fitting.append(i)
-        group_bytes = min(_GROUP_BYTES, staging_bytes // _GROUPS_COUNT)
-        share = _FIRST_SHARE if None in self._places else 1.0
-        left = sum(sizes[i] for i in fitting)
-        while fitting:
-            count, taken = 1, sizes[fitting[0]]
-            for i in fitting[1:]:
-                full = taken + sizes[i] > share * group_bytes or count >= share * _GROUP_BLOCKS
-                if full and not self._is_tail(len(fitting) - count, left - taken, group_bytes):
-                    break
-                count, taken = count + 1, taken + sizes[i]
-            yield fitting[:count]
-            fitting, left, share = fitting[count:], left - taken, min(1.0, 2 * share)
-
-    def _is_tail(self, blocks: int, size: int, group_bytes: int) -> bool:
-        """Whether so few blocks are left that they go with the ones before."""
-        return _TAIL * blocks <= _GROUP_BLOCKS and _TAIL * size <= group_bytes
-
-    def _hand_over(self, positions: list[int]) -> None:
-        places, aligned, payloads = self._places, self._aligned, self._payloads
-        staged = [i for i in positions if places[i] is None]
-        start, end = self._room(sum([aligned[i] for i in staged]))
-        group = _Group(self._client.new_tag(), positions, start, end)
-        at = dict(
-            zip(
-                staged,
-                itertools.accumulate([aligned[i] for i in staged], initial=start),
-                strict=False,
-            )
-        )
-        seen = dict(
-            zip(staged, self._client.stage([(at[i], payloads[i]) for i in staged]), strict=True)
-        )
-        blocks = []
-        for i in positions:
-            request, place, checksum = self._requests[i], places[i], seen.get(i)
-            if request.payload_checksum is not None:
-                checksum = request.payload_checksum
-            wanted = Wanted(request.name, payloads[i].nbytes, request.owner, request.retention)
-            blocks.append(BlockToCommit(wanted, at[i] if place is None else place, checksum))
-        self._client.send(messages.pack_commit(group.tag, blocks), self._deadline_s)
-        self._handed.append(group)
-
-    def _room(self, need: int) -> tuple[int, int]:
-        """A part of the staging area that the store is done with."""
-        if self._at + need > min(
-            self._client.staging_bytes, _GROUPS_COUNT * max(_GROUP_BYTES, need)
-        ):
-            self._at = 0
-        start, end = self._at, self._at + need
-        while any(group.start < end and start < group.end for group in self._handed):
-            self._collect()
-        self._at = end
-        return start, end
-
-    def _collect(self) -> None:
-        group = self._handed.popleft()
-        tag, count, body = self._client.receive(self._deadline_s)
-        if (tag, count) != (group.tag, len(group.positions)):
-            raise UnavailableError("the arena answered something else")
-        for i, result in zip(group.positions, messages.parse_results(count, body), strict=True):
-            self._results[i] = result
-
-
 def connect_arena(path: Path, config: ArenaClientConfig | None = None) -> ArenaClient:
     """Open a session with the arena behind a Unix socket. Blocks up to `connect_s`.
 
@@ -615,15 +495,10 @@ def _attach_all(message: bytes, fds: list[int]) -> AttachedMemory:
     return memory
 
 
-def _answer(
-    request: GetRequest, target: memoryview, read: Read, records: bytes, position: int
+def _missed(
+    request: GetRequest, status: ReadStatus, size: int, seen: int, records: bytes, position: int
 ) -> GetResult:
-    match read.status:
-        case ReadStatus.HIT:
-            header = FrameHeader(
-                request.name, read.writer_id, read.payload_bytes, read.payload_checksum
-            )
-            return GetResult(GetStatus.HIT, target[: read.payload_bytes], header)
+    match status:
         case ReadStatus.MISS:
             return GetResult(GetStatus.MISS)
         case ReadStatus.BUFFER_SHORT:
@@ -633,7 +508,7 @@ def _answer(
     expected = FrameExpectation(request.name, request.payload_bytes)
     frame = frame_header_of(records, position)
     try:
-        verify_copied(frame, read.payload_bytes, read.payload_checksum, expected)
+        verify_copied(frame, size, seen, expected)
     except FrameError as error:
         return failed_get(error)
     return GetResult(GetStatus.CORRUPT, reason=FrameFault.HEADER_FIELD.value)

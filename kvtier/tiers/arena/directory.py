@@ -25,7 +25,7 @@ What must not live here: who may write, how memory is made, which slot is free.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, Protocol, TypeAlias
@@ -268,6 +268,11 @@ def located(records: bytes) -> list[Located | None]:
 def reads(records: bytes) -> list[Read]:
     """What became of the blocks of one `ArenaOperations.read`."""
     return [Read(ReadStatus(status), *rest) for status, *rest in _READ.iter_unpack(records)]
+
+
+def read_fields(records: bytes) -> Iterator[tuple[int, int, int, int, int, int, int]]:
+    """The fields of each `Read`, in its order, the status as a number: 0 is a HIT."""
+    return _READ.iter_unpack(records)
 
 
 def frame_header_of(records: bytes, position: int) -> bytes:

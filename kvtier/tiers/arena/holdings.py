@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.eviction import Retention
 from kvtier.core.frame import FrameName
@@ -30,10 +31,13 @@ from kvtier.tiers.residents import Residents
 from kvtier.tiers.tally import Tally
 from kvtier.types import ScopeId
 
+_BLOCK_WORDS = 5
+"""Of a `packed_block`."""
 _LOOKAHEAD_BLOCKS = 16
 """How far down the order of eviction room of the right class is looked for."""
 
-_STORED = PutResult(PutStatus.STORED)
+STORED = PutResult(PutStatus.STORED)
+"""The one result of all blocks that are stored."""
 _DUPLICATE = PutResult(PutStatus.DUPLICATE)
 _DIVERGENT = PutResult(PutStatus.DIVERGENT)
 
@@ -66,6 +70,20 @@ class Reservation:
     slot: Slot
     entry: int
     state: ReservationState = ReservationState.OPEN
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """Reservations of distinct blocks that were not held, and what publishing them takes."""
+
+    reservations: list[Reservation]
+    names: list[FrameName]
+    packed: bytes
+    """The names."""
+    blocks: npt.NDArray[np.uint64]
+    """One row each, as `packed_block`; the checksums are still to come."""
+    published: int
+    """How often anything had been published before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +126,7 @@ class Holdings:
         self._by_slab: dict[int, dict[int, None]] = {}
         """Entries of the blocks in each slab."""
         self._reserved = 0
+        self._published = 0
 
     @property
     def used_bytes(self) -> int:
@@ -142,6 +161,37 @@ class Holdings:
             ]
             taken += [Refusal.FULL] * (len(positions) - len(slots))
         return taken
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Prepared | None:
+        """Take a slot and an entry for each of these blocks; None if one cannot have them, or is
+        there already. While payloads are copied a writer waits for nothing else."""
+        names = [one.name for one in wanted]
+        if not self.held.keys().isdisjoint(names) or len(set(names)) < len(names):
+            return None
+        answers = self.reserve_many(wanted)
+        reservations = [one for one in answers if isinstance(one, Reservation)]
+        if len(reservations) < len(answers):
+            self.abort(reservations)
+            return None
+        blocks = [
+            (one.entry, one.slot.offset, one.wanted.owner.writer_id, one.wanted.payload_bytes, 0)
+            for one in reservations
+        ]
+        rows = np.array(blocks, np.uint64).reshape(len(blocks), _BLOCK_WORDS)
+        return Prepared(reservations, names, packed_names(names), rows, self._published)
+
+    def publish_prepared(self, prepared: Prepared, checksums: Sequence[int]) -> list[PutResult]:
+        """`publish`, with what was prepared if nothing has been published since."""
+        if prepared.published != self._published:
+            return self.publish(prepared.reservations, checksums)
+        require_open_reservations(prepared.reservations)
+        prepared.blocks[:, _BLOCK_WORDS - 1] = checksums
+        return self._publish_packed(
+            prepared.reservations,
+            prepared.names,
+            (prepared.packed, prepared.blocks.tobytes()),
+            checksums,
+        )
 
     def publish(
         self, reservations: Sequence[Reservation], checksums: Sequence[int]
@@ -236,12 +286,25 @@ class Holdings:
             for reservation, one, checksum in zip(fresh, wanted, checksums, strict=True)
         ]
         names = [one.name for one in wanted]
-        packed = self._operations.publish(self._directory, packed_names(names), b"".join(blocks))
-        generations: list[int] = np.frombuffer(packed, np.uint64).tolist()
+        packed = packed_names(names), b"".join(blocks)
+        return self._publish_packed(fresh, names, packed, checksums)
+
+    def _publish_packed(
+        self,
+        fresh: Sequence[Reservation],
+        names: Sequence[FrameName],
+        packed: tuple[bytes, bytes],
+        checksums: Sequence[int],
+    ) -> list[PutResult]:
+        """Publish with packed names and blocks, as `ArenaOperations.publish` takes them."""
+        self._published += 1
+        wanted = [reservation.wanted for reservation in fresh]
+        answer = self._operations.publish(self._directory, *packed)
+        generations: list[int] = np.frombuffer(answer, np.uint64).tolist()
         if all(generations):
             self._keep(fresh, checksums, generations)
             self._residents.store(names, [one.retention for one in wanted])
-            return [_STORED] * len(fresh)
+            return [STORED] * len(fresh)
         placed = [i for i, generation in enumerate(generations) if generation]
         self._keep(
             [fresh[i] for i in placed],
@@ -253,7 +316,7 @@ class Holdings:
             [one for one, generation in zip(fresh, generations, strict=True) if not generation]
         )
         full = PutResult(PutStatus.ERROR, "directory_full")
-        return [_STORED if generation else full for generation in generations]
+        return [STORED if generation else full for generation in generations]
 
     def _keep(
         self, published: Sequence[Reservation], checksums: Sequence[int], generations: Sequence[int]

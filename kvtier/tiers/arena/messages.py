@@ -16,7 +16,7 @@ from typing import Final
 from kvtier.core.eviction import Retention
 from kvtier.core.frame import FrameName, KeyKind, prefix_key_name
 from kvtier.errors import CallerError
-from kvtier.ports import BlockOwner, PutResult, PutStatus
+from kvtier.ports import BlockOwner, PutRequest, PutResult, PutStatus
 from kvtier.tiers.arena.directory import NAME_BYTES, packed_name, parsed_name
 from kvtier.tiers.arena.holdings import Wanted
 from kvtier.types import Fingerprint, ScopeId
@@ -42,6 +42,7 @@ _ID: Final = struct.Struct("<Q")
 _PAIR: Final = struct.Struct("<QQ")
 _TTL: Final = struct.Struct("<I")
 _LEASE: Final = struct.Struct("<QQQQQQ")
+_READY: Final = struct.Struct("<QB")
 _RESULT: Final = struct.Struct("<BB")
 _STATUSES: Final = tuple(PutStatus)
 _PLAIN_RESULTS: Final = tuple(PutResult(status) for status in _STATUSES)
@@ -64,6 +65,10 @@ class Kind(IntEnum):
     TOUCH = 9
     CORRUPT = 10
     ANSWER = 11
+    BEGIN = 12
+    """As COMMIT, of blocks that will stand in the segment: READY says which do. Not answered."""
+    READY = 13
+    """The next blocks of a BEGIN stand there; answered once all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,28 +165,70 @@ def parse_welcome(body: bytes) -> Welcome:
 
 
 def pack_commit(tag: int, blocks: Sequence[BlockToCommit]) -> bytes:
-    owners: dict[tuple[int, str, int, float | None], int] = {}
-    parts = [b""]
+    packer = _CommitPacker()
     for block in blocks:
         wanted, checksum = block.wanted, block.payload_checksum
-        owner, retention = wanted.owner, wanted.retention
-        owned = (owner.writer_id, owner.scope, retention.priority, retention.expires_at)
-        position = owners.get(owned)
-        if position is None:
-            position = owners[owned] = len(owners)
-            parts[0] += _owned(owner, retention)
-        parts.append(packed_name(wanted.name))
-        parts.append(
+        packer.parts.append(packed_name(wanted.name))
+        packer.parts.append(
             _COMMIT.pack(
                 block.segment_offset,
                 wanted.payload_bytes,
                 block.reservation_id,
                 checksum or 0,
                 checksum is not None,
-                position,
+                packer.owner(wanted.owner, wanted.retention),
             )
         )
-    return pack(Kind.COMMIT, len(blocks), tag, _COUNT.pack(len(owners)) + b"".join(parts))
+    return pack(Kind.COMMIT, len(blocks), tag, packer.body())
+
+
+def pack_begin(
+    tag: int, requests: Sequence[PutRequest], offsets: Sequence[int], sizes: Sequence[int]
+) -> bytes:
+    """Blocks that will be put at these offsets of the segment; parsed by `parse_commit`."""
+    packer = _CommitPacker()
+    parts, name_of, fields_of = packer.parts, packed_name, _COMMIT.pack
+    for request, offset, size in zip(requests, offsets, sizes, strict=True):
+        parts.append(name_of(request.name))
+        owner = packer.owner(request.owner, request.retention)
+        parts.append(fields_of(offset, size, 0, 0, False, owner))
+    return pack(Kind.BEGIN, len(requests), tag, packer.body())
+
+
+class _CommitPacker:
+    """The body of a COMMIT: owners first, since blocks of one put share theirs."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = [b""]
+        self._owners: dict[tuple[int, str, int, float | None], int] = {}
+        self._last: tuple[BlockOwner | None, Retention | None] = (None, None)
+        self._position = 0
+
+    def owner(self, owner: BlockOwner, retention: Retention) -> int:
+        """The position of an owner in the message."""
+        if owner is not self._last[0] or retention is not self._last[1]:
+            owned = (owner.writer_id, owner.scope, retention.priority, retention.expires_at)
+            position = self._owners.get(owned)
+            if position is None:
+                position = self._owners[owned] = len(self._owners)
+                self.parts[0] += _owned(owner, retention)
+            self._last, self._position = (owner, retention), position
+        return self._position
+
+    def body(self) -> bytes:
+        return _COUNT.pack(len(self._owners)) + b"".join(self.parts)
+
+
+def pack_ready(tag: int, checksums: Sequence[int | None]) -> bytes:
+    """The next blocks of a BEGIN, and their payloads' checksums where the writer knows them."""
+    packed = [_READY.pack(one or 0, one is not None) for one in checksums]
+    return pack(Kind.READY, len(checksums), tag, b"".join(packed))
+
+
+def parse_ready(count: int, body: bytes) -> list[int | None]:
+    if len(body) != count * _READY.size:
+        raise CallerError(f"{len(body)} bytes for {count} blocks that are ready")
+    return [one if known else None for one, known in _READY.iter_unpack(body)]
 
 
 def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:

@@ -21,6 +21,7 @@ import socket
 import struct
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from kvtier.core.checks import require_integer
@@ -31,7 +32,7 @@ from kvtier.limits import LEASE_MS_MAX, RESERVATION_TTL_MS_MAX
 from kvtier.ports import Clock, PutResult, PutStatus
 from kvtier.tiers.arena import messages
 from kvtier.tiers.arena.directory import ABI_VERSION
-from kvtier.tiers.arena.holdings import Reservation, ReservationState, Wanted
+from kvtier.tiers.arena.holdings import Prepared, Reservation, ReservationState, Wanted
 from kvtier.tiers.arena.memory import Sealing, SharedMemory, create
 from kvtier.tiers.arena.messages import (
     BlockToCommit,
@@ -46,6 +47,12 @@ from kvtier.tiers.arena.tier import ArenaTier
 _HELLO_S = 5.0
 _ANSWER_S = 5.0
 _TICK_S = 0.25
+_PUT_S = 5.0
+"""How long slots are kept for blocks that a client announced and does not hand over."""
+_PUTS_MAX = 16
+"""Announced and not answered, of one session."""
+_TURN_MESSAGES = 16
+"""Messages of one client that are answered before others have their turn."""
 _SEGMENT_BYTES_MIN = 1 << 16
 _SEGMENT_BYTES_MAX = 1 << 40
 
@@ -87,10 +94,24 @@ class _Reserved:
 
 
 @dataclass(slots=True, eq=False)
+class _Begun:
+    """Blocks that a client announced, and hands over bit by bit. Nobody else writes the slots."""
+
+    blocks: list[BlockToCommit]
+    payloads: list[memoryview]
+    expires_s: float
+    prepared: Prepared | None
+    """None: they are put as a whole once all of them stand in the segment."""
+    declared: list[int | None] = field(default_factory=list)
+    seen: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One client. Made by `ArenaServer.open_session`, ended by `close_session`."""
 
     segment: SharedMemory
+    begun: dict[int, _Begun] = field(default_factory=dict)
     reserved: dict[int, _Reserved] = field(default_factory=dict)
     leases: dict[int, _Lease] = field(default_factory=dict)
 
@@ -127,7 +148,7 @@ class ArenaServer:
         return ServerStats(
             sessions=len(sessions),
             segments_bytes=sum(session.segment.view.nbytes for session in sessions),
-            reservations=sum(len(session.reserved) for session in sessions),
+            reservations=sum(_reservations_count(session) for session in sessions),
             quarantined=self.tier.quarantined_count,
             leases=sum(len(session.leases) for session in sessions),
             leases_expired=self._counts.leases_expired,
@@ -177,6 +198,9 @@ class ArenaServer:
         del self._sessions[session]
         self.tier.abort([held.reservation for held in session.reserved.values()])
         session.reserved.clear()
+        for begun in session.begun.values():
+            self._give_up(begun)
+        session.begun.clear()
         for lease in session.leases.values():
             self.tier.unpin(lease.name, lease.token)
         session.leases.clear()
@@ -222,6 +246,47 @@ class ArenaServer:
         done |= dict(zip(direct, written, strict=True))
         return [done[i] for i in range(len(blocks))]
 
+    def begin(self, session: Session, tag: int, blocks: list[BlockToCommit]) -> None:
+        """Take slots for blocks that are going to stand in the session's segment.
+
+        CallerError for a tag that is in use, too many such puts, and what is outside the segment.
+        """
+        if tag in session.begun or len(session.begun) >= _PUTS_MAX or not blocks:
+            raise CallerError("a put that may not begin")
+        payloads = _in_segment(session.segment.view, blocks)
+        prepared = None
+        if _reservations_count(session) + len(blocks) <= self._config.reservations_max:
+            prepared = self.tier.prepare([block.wanted for block in blocks])
+        expires_s = self._clock() + _PUT_S
+        session.begun[tag] = _Begun(blocks, payloads, expires_s, prepared)
+
+    async def ready(
+        self, session: Session, tag: int, declared: Sequence[int | None], deadline_s: float
+    ) -> list[PutResult] | None:
+        """Copy the next blocks of a put that has begun; results once all are copied, else None.
+
+        Each is verified over the copy, and they are published together. CallerError for a put that
+        has not begun and for more blocks than it has.
+        """
+        begun = session.begun.get(tag)
+        if begun is None or len(begun.declared) + len(declared) > len(begun.blocks):
+            raise CallerError("blocks are ready that were not announced")
+        at = len(begun.declared)
+        begun.declared += declared
+        end = len(begun.declared)
+        if begun.prepared is not None:
+            some = begun.prepared.reservations[at:end]
+            begun.expires_s = inf  # slots that are being written are nobody else's
+            begun.seen += await self.tier.fill(some, begun.payloads[at:end])
+            begun.expires_s = self._clock() + _PUT_S
+        if end < len(begun.blocks):
+            return None
+        session.begun.pop(tag, None)
+        if begun.prepared is not None:
+            return self.tier.publish_filled(begun.prepared, begun.seen, begun.declared)
+        wanted = [block.wanted for block in begun.blocks]
+        return await self.tier.write_many(wanted, begun.payloads, begun.declared, deadline_s)
+
     def abort(self, session: Session, reservation_ids: Sequence[int]) -> None:
         """The client writes these no more: their slots are free. Unknown ids are ignored."""
         for reservation_id in reservation_ids:
@@ -260,6 +325,17 @@ class ArenaServer:
                 if is_over and held.reservation.state is ReservationState.OPEN:
                     self._counts.reservations_expired += 1
                     self.tier.quarantine(held.reservation)
+
+            for begun in session.begun.values():
+                if begun.expires_s <= now and begun.prepared is not None:
+                    self._counts.reservations_expired += len(begun.prepared.reservations)
+                    self._give_up(begun)
+
+    def _give_up(self, begun: _Begun) -> None:
+        """Free the slots of a put: what is handed over after all is put as a whole."""
+        if begun.prepared is not None:
+            self.tier.abort(begun.prepared.reservations)
+            begun.prepared = None
 
     async def _write(
         self, blocks: Sequence[BlockToCommit], payloads: Sequence[memoryview], deadline_s: float
@@ -379,7 +455,11 @@ class ArenaListener:
             connection.setblocking(False)
             async with asyncio.timeout(_HELLO_S):
                 session = await self._welcome(connection)
-            while session is not None:
+            for turn in itertools.count():
+                if session is None:
+                    return
+                if turn % _TURN_MESSAGES == 0:
+                    await asyncio.sleep(0)  # a socket that always has more never lets go
                 message = await asyncio.get_running_loop().sock_recv(
                     connection, messages.MESSAGE_BYTES_MAX
                 )
@@ -424,6 +504,15 @@ class ArenaListener:
     async def _answer(self, session: Session, message: bytes) -> bytes | None:
         head, body = messages.head_of(message)
         match head.kind:
+            case Kind.BEGIN:
+                blocks_begun = messages.parse_commit(head.count, body)
+                self._server.begin(session, head.tag, blocks_begun)
+                return None
+            case Kind.READY:
+                declared = messages.parse_ready(head.count, body)
+                deadline_s = self._server.now() + _ANSWER_S
+                results = await self._server.ready(session, head.tag, declared, deadline_s)
+                return None if results is None else messages.pack_results(head.tag, results)
             case Kind.COMMIT:
                 return await self._commit(session, head, body)
             case Kind.RESERVE:
@@ -454,6 +543,12 @@ class ArenaListener:
         deadline_s = self._server.now() + _ANSWER_S
         results = await self._server.commit(session, blocks, deadline_s)
         return messages.pack_results(head.tag, results)
+
+
+def _reservations_count(session: Session) -> int:
+    return len(session.reserved) + sum(
+        len(begun.prepared.reservations) for begun in session.begun.values() if begun.prepared
+    )
 
 
 def _in_segment(segment: memoryview, blocks: Sequence[BlockToCommit]) -> list[memoryview]:

@@ -62,8 +62,10 @@ from kvtier.tiers.arena.directory import (
     reads,
 )
 from kvtier.tiers.arena.holdings import (
+    STORED,
     Held,
     Holdings,
+    Prepared,
     Reservation,
     Wanted,
     require_open_reservations,
@@ -341,6 +343,38 @@ class ArenaTier:
         self._count_puts([reservation.wanted for reservation in reservations], results)
         return results
 
+    def prepare(self, wanted: Sequence[Wanted]) -> Prepared | None:
+        """Take slots for all of these blocks, none of which is there; None if that cannot be.
+
+        For payloads that are copied by `fill`, and published together by `publish_filled`.
+        """
+        require_open(self._is_open)
+        return self._holdings.prepare(wanted)
+
+    async def fill(
+        self, reservations: Sequence[Reservation], payloads: Sequence[memoryview]
+    ) -> list[int]:
+        """Copy payloads of the reserved lengths into their slots; the checksums of what is there.
+
+        Cancelled, it has aborted these reservations.
+        """
+        require_open(self._is_open)
+        return await self._copy(reservations, payloads)
+
+    def publish_filled(
+        self, prepared: Prepared, seen: Sequence[int], declared: Sequence[int | None]
+    ) -> list[PutResult]:
+        """Publish slots with what `fill` saw in them; CORRUPT where another checksum was declared.
+
+        CallerError for a reservation that is not open.
+        """
+        if self._is_open and (seen == declared or _agree(seen, declared)):
+            results = self._holdings.publish_prepared(prepared, seen)
+        else:
+            results = self._publish(prepared.reservations, seen, declared)
+        self._count_puts([one.wanted for one in prepared.reservations], results)
+        return results
+
     def frame_memory(self, name: FrameName) -> tuple[memoryview, memoryview] | None:
         """The very memory of a block's header and payload, to damage it in a test."""
         held = self._holdings.held.get(name)
@@ -475,6 +509,10 @@ class ArenaTier:
 
     def _count_puts(self, wanted: Sequence[Wanted], results: Sequence[PutResult]) -> None:
         tally = self._holdings.tally
+        if all(result is STORED for result in results):  # nearly always
+            tally.puts[PutStatus.STORED] += len(results)
+            tally.payload_bytes_written += sum([one.payload_bytes for one in wanted])
+            return
         tally.puts.update([result.status for result in results])
         tally.payload_bytes_written += sum(
             [
@@ -508,9 +546,9 @@ class ArenaTier:
     ) -> list[PutResult]:
         if not self._is_open:
             return [PutResult(PutStatus.ERROR, "closed")] * len(reservations)
-        intact = [want is None or want == got for want, got in zip(declared, seen, strict=True)]
-        if all(intact):
+        if _agree(seen, declared):
             return self._holdings.publish(reservations, seen)
+        intact = [want is None or want == got for want, got in zip(declared, seen, strict=True)]
         self._holdings.abort(r for r, good in zip(reservations, intact, strict=True) if not good)
         published = iter(
             self._holdings.publish(
@@ -533,6 +571,10 @@ class _Asked:
     request: GetRequest
     held: Held
     target: memoryview
+
+
+def _agree(seen: Sequence[int], declared: Sequence[int | None]) -> bool:
+    return all(want is None or want == got for want, got in zip(declared, seen, strict=True))
 
 
 def _target(request: GetRequest, held: Held) -> memoryview:

@@ -14,7 +14,7 @@ from kvtier.core.frame import FrameName
 from kvtier.errors import KvtierError
 from kvtier.ports import PutRequest, PutResult, PutStatus
 from kvtier.store import TieredStore
-from kvtier.tiers.arena.holdings import Reservation, Wanted
+from kvtier.tiers.arena.holdings import STORED, Prepared, Reservation, Wanted
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
 from kvtier.tiers.tally import payload_view
 
@@ -126,7 +126,21 @@ class GovernedArena(ArenaTier):
         if self.store is None:
             return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
         results = await super().write_many(wanted, payloads, declared, deadline_s)
-        return self._adopted(wanted, results)
+        return self._adopted_of(wanted, results)
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Prepared | None:
+        """See `ArenaTier.prepare`: nothing before `govern` and after `release`."""
+        return None if self.store is None else super().prepare(wanted)
+
+    def publish_filled(
+        self, prepared: Prepared, seen: Sequence[int], declared: Sequence[int | None]
+    ) -> list[PutResult]:
+        """Blocks for which a client had slots taken: published, then taken into the books."""
+        results = super().publish_filled(prepared, seen, declared)
+        wanted = [one.wanted for one in prepared.reservations]
+        if all(result is STORED for result in results):  # nearly always
+            return self._adopted(wanted, seen, results)
+        return self._adopted_of(wanted, results)
 
     async def write_reserved(
         self,
@@ -136,22 +150,27 @@ class GovernedArena(ArenaTier):
     ) -> list[PutResult]:
         """Blocks for which a client had taken slots: published, then taken into the books."""
         results = await super().write_reserved(reservations, payloads, checksums)
-        return self._adopted([one.wanted for one in reservations], results)
+        return self._adopted_of([one.wanted for one in reservations], results)
 
-    def _adopted(self, wanted: Sequence[Wanted], results: list[PutResult]) -> list[PutResult]:
-        """Have the planner know what was stored. What it does not keep has been stored all the
-        same: a block may vanish at any time."""
-        if self.store is None:
-            return results
+    def _adopted_of(self, wanted: Sequence[Wanted], results: list[PutResult]) -> list[PutResult]:
+        """Have the planner know those that were stored."""
         kept = [
             (one, held.payload_checksum)
             for one, result in zip(wanted, results, strict=True)
             if result.status is PutStatus.STORED and (held := self.held(one.name)) is not None
         ]
-        try:
-            self.store.adopt([one for one, _ in kept], [seen for _, seen in kept])
-        except KvtierError:
-            return [PutResult(PutStatus.ERROR, "closed")] * len(wanted)
+        return self._adopted([one for one, _ in kept], [seen for _, seen in kept], results)
+
+    def _adopted(
+        self, wanted: Sequence[Wanted], seen: Sequence[int], results: list[PutResult]
+    ) -> list[PutResult]:
+        """Have the planner know what was stored. What it does not keep has been stored all the
+        same: a block may vanish at any time."""
+        if self.store is not None:
+            try:
+                self.store.adopt(wanted, seen)
+            except KvtierError:
+                return [PutResult(PutStatus.ERROR, "closed")] * len(results)
         return results
 
     def touch_entries(self, located: Iterable[tuple[int, int]]) -> None:
