@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvtier.bench.report import Result
 
-PARTS = ("arena", "nvme", "service")
+PARTS = ("arena", "nvme", "redis", "service", "down")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

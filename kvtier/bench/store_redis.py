@@ -41,12 +41,16 @@ _READY_S: Final = 10.0
 _LONG_S: Final = 60.0
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--redis-rounds", type=int, default=15, help="pairs of batches")
+
+
 def rows(arguments: argparse.Namespace) -> list[Result]:
     """The Redis rows of `kvtier bench store`. Starts a server of its own on a loopback port.
 
     Raises UnavailableError where no server binary is found.
     """
-    rounds = int(getattr(arguments, "redis_rounds", 15))
+    rounds: int = arguments.redis_rounds
     results: list[Result] = []
     with _server() as port:
         for label, block_bytes in _SIZES.items():
