@@ -139,8 +139,6 @@ UNIMPORTED = {
     "kvtier.engines.transformers.runner": "loads models for the worker, which is not built yet",
     "kvtier.engines.transformers.sources": "finds models for the worker, which is not built yet",
     "kvtier.paged.fake": "stands for a GPU in the worker, which is not built yet",
-    "kvtier.tiers.faulty": "shipped for the tests of whoever builds on a tier",
-    "kvtier.tiers.memory": "shipped for the tests of whoever builds on a tier",
 }
 """Modules that nothing of ours imports, each with the reason why it stands all the same."""
 
