@@ -73,6 +73,10 @@ class SseParser:
         LimitError for an event beyond the ceiling, once those before it are returned: then `rest()`
         has every byte that no event carried, and the parser takes no more.
         """
+        is_open = not self._buffer and not self._too_long
+        if is_open and len(chunk) <= self._bytes_max and _is_plain(chunk):
+            self._at_start = False
+            return [SseEvent(chunk, chunk[6:-2])]
         self._buffer += chunk
         found: list[SseEvent] = []
         while not self._too_long and (end := self._block_end()) > 0:
@@ -114,9 +118,15 @@ class SseParser:
         self._line_start = self._scanned = 0
         text = raw.removeprefix(_BYTE_ORDER_MARK) if self._at_start else raw
         self._at_start = False
-        if text.startswith(b"data: ") and text.find(b"\n") == len(text) - 2 and b"\r" not in text:
+        if _is_plain(text):
             return SseEvent(raw, text[6:-2])
         return _event_of(raw, text)
+
+
+def _is_plain(text: bytes) -> bool:
+    """Whether `text` is one event of one data line and nothing else, as engines send them."""
+    one_line = text.find(b"\n") == len(text) - 2 and text.endswith(b"\n\n")
+    return one_line and text.startswith(b"data: ") and b"\r" not in text
 
 
 _LINE_DONE: Final = re.compile(rb"\r\n|\n|\r(?=[\s\S])")
