@@ -248,3 +248,23 @@ def test_a_bias_beyond_the_vocabulary_and_a_wrong_shape_are_refused() -> None:
     with pytest.raises(CallerError, match="shape"):
         sample(torch.zeros(2, 4), [Draw(GREEDY, ())])
     assert sample(torch.zeros(0, 4), []) == []
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_device_draws_what_a_cpu_draws() -> None:
+    logits = 3 * torch.randn(24, 50_000, generator=torch.Generator().manual_seed(1))
+    kinds = [
+        GREEDY,
+        SamplingTerms(seed=1),
+        SamplingTerms(seed=2, top_p=0.9),
+        SamplingTerms(seed=3, top_k=40, temperature=0.7),
+        SamplingTerms(seed=4, min_p=0.05, presence_penalty=1.0, logit_bias=((7, 2.0),)),
+        SamplingTerms(seed=5, top_k=100, top_p=0.5),
+    ]
+    draws = [Draw(kinds[i % len(kinds)], [1, 5, 5], 3) for i in range(len(logits))]
+    on_cpu, on_device = sample(logits, draws), sample(logits.cuda(), draws)
+    assert [s.token_id for s in on_device] == [s.token_id for s in on_cpu]
+    for here, there in zip(on_cpu, on_device, strict=True):
+        assert [token for token, _ in there.top] == [token for token, _ in here.top]
+        assert there.logprob == pytest.approx(here.logprob, abs=1e-4)

@@ -10,9 +10,14 @@ import pytest
 from kvtier.errors import BackendError, ConfigError, DeadlineError
 from kvtier.limits import REQUEST_BYTES_MAX
 from kvtier_services.worker.http.settings import EndpointSettings
-from kvtier_services.worker.requests import FinishReason, GenerationRequest
+from kvtier_services.worker.requests import (
+    FinishReason,
+    GeneratedToken,
+    GenerationRequest,
+    TokenDelta,
+)
 from tests.support.raw_http import RawConnection, ask, post
-from tests.support.scripted_engine import MODEL, ScriptedEngine, Served, Step, says, served
+from tests.support.scripted_engine import EOS, MODEL, ScriptedEngine, Served, Step, says, served
 
 COMPLETIONS = "/v1/completions"
 GOOD = json.dumps({"model": MODEL, "prompt": "p"}).encode()
@@ -204,6 +209,21 @@ async def test_a_generation_that_ends_without_a_reason_is_a_failure() -> None:
         answer = await ask(it.port, post(COMPLETIONS, STREAM))
         assert b"error" in answer.body
         assert b"[DONE]" not in answer.body
+
+
+@pytest.mark.parametrize("body", [GOOD, STREAM])
+async def test_tokens_that_are_no_characters_come_out_as_replacements_in_valid_json(
+    body: bytes,
+) -> None:
+    tokens = [0x61, 0xFF, 0x62, 0xF0, 0x9F, EOS]
+    steps: list[Step] = [TokenDelta(tuple(map(GeneratedToken, tokens)), FinishReason.STOP)]
+    async with served(ScriptedEngine(lambda request: steps)) as it:
+        answer = await ask(it.port, post(COMPLETIONS, body))
+    assert answer.status == 200
+    events = [line.removeprefix(b"data: ") for line in answer.body.split(b"\n\n") if line]
+    said = [json.loads(event) for event in events if event != b"[DONE]"]
+    text = "".join(choice["text"] for each in said for choice in each["choices"])
+    assert text == "a\ufffdb\ufffd"
 
 
 # Clients that go away, and time that runs out

@@ -164,7 +164,7 @@ async def running(
     generations: list[Generation] = []
     try:
         generations.extend(engine.submit(request) for request in requests)
-    except KvtierError:
+    except BaseException:
         for generation in generations:
             generation.cancel()
         raise
