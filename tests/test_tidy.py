@@ -134,11 +134,7 @@ UNIMPORTED = {
     "kvtier.core.engine_keys": "public: foreign engines' hashes; the bridge will import it",
     "kvtier.core.replay": "public: simulate a policy on a trace",
     "kvtier.core.trace": "public: rows of traces for replay",
-    "kvtier_services.worker.http.app": "for the worker's composition root, which is being built",
     "kvtier_router.routing.remote": "for fleets too large to embed; the front will wire it",
-    "kvtier.engines.transformers.runner": "loads models for the worker, which is not built yet",
-    "kvtier.engines.transformers.sources": "finds models for the worker, which is not built yet",
-    "kvtier.paged.fake": "stands for a GPU in the worker, which is not built yet",
 }
 """Modules that nothing of ours imports, each with the reason why it stands all the same."""
 

@@ -1,0 +1,121 @@
+"""One request as the engine serves it: its tokens, what of them is computed, and where it stands.
+
+What must not live here: decisions (`scheduler`), torch, clocks.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from kvtier.core.frame import FrameName, KeyKind, frame_names
+from kvtier.core.keys import KEY_BYTES, prefix_keys
+from kvtier.types import Fingerprint, PrefixKey, Source
+from kvtier_services.worker.requests import CachedTokens, GenerationRequest
+
+
+class Phase(Enum):
+    """Where a request stands. Only RUNNING ones take part in steps."""
+
+    WAITING = auto()
+    """Holds nothing."""
+    LOADING = auto()
+    """Holds blocks that are being written from below."""
+    RUNNING = auto()
+    ENDED = auto()
+
+
+class KeyChain:
+    """Prefix keys of the full blocks of a growing token list. O(1) a token."""
+
+    __slots__ = ("_block_tokens", "_root", "keys")
+
+    def __init__(self, root: bytes, block_tokens: int) -> None:
+        self._root = root
+        self._block_tokens = block_tokens
+        self.keys: list[PrefixKey] = []
+        """Read it, do not write."""
+
+    def extend(self, tokens: list[int]) -> None:
+        """Take in the blocks that became full; `tokens` are all tokens so far. Mutates."""
+        begun = len(self.keys) * self._block_tokens
+        if len(tokens) - begun < self._block_tokens:
+            return
+        root = self.keys[-1] if self.keys else self._root
+        fresh = np.asarray(tokens[begun:], np.int64)
+        span = prefix_keys(root, fresh, self._block_tokens).keys.tobytes()
+        self.keys += [PrefixKey(span[at : at + KEY_BYTES]) for at in range(0, len(span), KEY_BYTES)]
+
+    def names(self, start: int, stop: int, namespace: Fingerprint) -> tuple[FrameName, ...]:
+        """What blocks start .. stop - 1 are called in the tiers below."""
+        span = b"".join(self.keys[start:stop])
+        return tuple(frame_names(KeyKind.PREFIX_KEY, span, KEY_BYTES, namespace))
+
+
+@dataclass(slots=True)
+class Request:
+    """State of one request. The scheduler and the engine core mutate it, on one thread."""
+
+    number: int
+    """Order of arrival; also the name of the request in the engine."""
+    terms: GenerationRequest
+    chain: KeyChain
+    tokens: list[int]
+    """Prompt and generated."""
+    holder: str = ""
+    """Name under which the block manager knows it now."""
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    """Leading tokens whose KV is in its blocks."""
+    sealed_blocks: int = 0
+    """Leading blocks that the prefix cache knows."""
+    below_from: int = 0
+    """First block that the lookup asked for."""
+    below: tuple[Source, ...] = ()
+    """What the lookup found, from `below_from` on, without a gap."""
+    cached: dict[Source, int] = field(default_factory=dict)
+    """Prompt tokens that were not computed, by where they came from."""
+    awaits_lookup: bool = False
+    """Not admitted until it is known what the tiers below have."""
+    was_admitted: bool = False
+    cached_told: bool = False
+    computed_tokens: int = 0
+    """Tokens that steps computed for it, again after preemptions."""
+    preemptions: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower is more important: priority as the client has it, then age."""
+        return self.terms.priority, self.number
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self.terms.prompt_tokens)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_count :]
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is not there yet: one while it decodes."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.uncomputed == 1 and len(self.tokens) > self.prompt_count
+
+    def append(self, token: int) -> None:
+        """Take a generated token; mutates."""
+        self.tokens.append(token)
+        self.chain.extend(self.tokens)
+
+    def cached_tokens(self) -> CachedTokens:
+        """`cached` as the endpoint has it."""
+        return CachedTokens(
+            gpu=self.cached.get(Source.GPU, 0),
+            dram=self.cached.get(Source.DRAM, 0),
+            nvme=self.cached.get(Source.NVME, 0),
+            redis=self.cached.get(Source.REDIS, 0),
+            peer=self.cached.get(Source.PEER, 0),
+        )
