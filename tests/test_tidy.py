@@ -134,7 +134,6 @@ UNIMPORTED = {
     "kvtier.core.engine_keys": "public: foreign engines' hashes; the bridge will import it",
     "kvtier.core.replay": "public: simulate a policy on a trace",
     "kvtier.core.trace": "public: rows of traces for replay",
-    "kvtier_router.routing.remote": "for fleets too large to embed; the front will wire it",
 }
 """Modules that nothing of ours imports, each with the reason why it stands all the same."""
 

@@ -1,6 +1,7 @@
 """Settings of the router. What must not live here: what they do."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +13,15 @@ from kvtier_router.web.upstream import UpstreamLimits
 from kvtier_router.web.values import HttpLimits
 
 _PROCESSES_MAX = 64
+
+
+class IndexMode(StrEnum):
+    """How the index is asked."""
+
+    EMBEDDED = "embedded"
+    """A replica in this process: microseconds."""
+    REMOTE = "remote"
+    """The service itself, up to `match_ms_max` a request: for fleets too large to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,10 @@ class RouterConfig(Root):
     """`NAME=DIRECTORY` each: tokenizer and chat template of a served name; `*` for all others."""
     index: DialConfig = field(default_factory=DialConfig)
     """Index replicas; none: affinity by hashing."""
+    index_mode: IndexMode = IndexMode.EMBEDDED
+    """embedded or remote."""
+    match_ms_max: int = 5
+    """Deadline of a match by the remote index; past it the prompt is hashed."""
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     """API keys."""
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
@@ -163,6 +177,8 @@ class RouterConfig(Root):
             raise ConfigError(f"workers must be 1 to {_PROCESSES_MAX}")
         if self.admin_bind and parse_address(self.admin_bind).reach is Reach.NETWORK:
             raise ConfigError(f"admin_bind {self.admin_bind} is reachable from other machines")
+        if not 1 <= self.match_ms_max <= 10_000:
+            raise ConfigError("match_ms_max must be 1 to 10000")
         if self.drain_delay_ms < 0 or self.drain_ms_max < 0:
             raise ConfigError("drain_delay_ms and drain_ms_max must not be negative")
 

@@ -12,21 +12,24 @@ import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TextIO
+
+import uvloop
 
 from kvtier.config import describe, load
 from kvtier.core.admission import AdmissionPolicy, ClassPolicy
 from kvtier.core.health import RetryBudget
 from kvtier.core.workers import WorkerName
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.sections import Reach, parse_address
 from kvtier.security.clock import SYSTEM
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.text.model import TextModel
 from kvtier_router import metrics as table
+from kvtier_router.brain import Brain, open_brain
 from kvtier_router.config import RouterConfig, check_listen, pairs
 from kvtier_router.front.admin import Admin, AdminParts
 from kvtier_router.front.app import Front, FrontParts, FrontPolicy
@@ -37,6 +40,7 @@ from kvtier_router.front.quota import QuotaDesk
 from kvtier_router.front.relay import Relay, RelayParts, RelayPolicy
 from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.tenants import TenantBook
+from kvtier_router.processes import supervise
 from kvtier_router.routing.values import RoutingBrain
 from kvtier_router.web.server import HttpServer
 from kvtier_router.web.upstream import Upstream
@@ -44,7 +48,8 @@ from kvtier_router.web.upstream import Upstream
 LOG: Final = EventLog("kvtier_router")
 TICK_S: Final = 0.1
 
-BrainMaker = Callable[[RouterConfig], contextlib.AbstractAsyncContextManager[RoutingBrain]]
+BrainMaker = Callable[[RouterConfig, int], contextlib.AbstractAsyncContextManager[Brain]]
+"""(configuration, number of the process) -> the brain while entered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +73,15 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         service = Service("router", table.DEFINITIONS, live=lambda: True)
         telemetry = await stack.enter_async_context(open_telemetry(config.telemetry, service, log))
-        brain = await stack.enter_async_context(make_brain(config))
+        made = await stack.enter_async_context(make_brain(config, process))
+        brain = made.routing
         upstream = Upstream(config.upstream.limits, clock, _upstream_tls(config.upstream.ca_file))
         stack.callback(upstream.close)
         tenants = TenantBook(config.tenants.keys_file, config.tenants.secret())
         if tenants.is_open:
             LOG.warning("open mode: everybody is let in, and nothing separates tenants")
         queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
-        relay = Relay(_relay_parts(config, brain, upstream, clock))
+        relay = Relay(_relay_parts(config, made, upstream, clock))
         prompts = PromptReader(NamedTexts(load_texts(config)))
         parts = FrontParts(
             brain=brain,
@@ -115,11 +121,12 @@ async def serve(
 
 
 def _relay_parts(
-    config: RouterConfig, brain: RoutingBrain, upstream: Upstream, clock: Callable[[], float]
+    config: RouterConfig, brain: Brain, upstream: Upstream, clock: Callable[[], float]
 ) -> RelayParts:
     relay = config.relay
     return RelayParts(
-        brain=brain,
+        brain=brain.routing,
+        route_later=brain.route_later,
         upstream=upstream,
         credentials=Credentials(config.upstream.bearer, config.upstream.tokens_file),
         stickiness=Stickiness(),
@@ -260,15 +267,44 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
         await task
 
 
-async def run(config: RouterConfig, make_brain: BrainMaker, process: int = 0) -> None:
-    """Serve until SIGTERM or SIGINT."""
+async def run(
+    config: RouterConfig, make_brain: BrainMaker, process: int = 0, parent: int | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until the descriptor `parent` ends."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if parent is not None:
+        loop.add_reader(parent, stop.set)
     async with serve(config, sys.stderr, make_brain, process):
         await stop.wait()
+        if parent is not None:
+            loop.remove_reader(parent)
         LOG.info("stopping")
+
+
+def run_processes(config: RouterConfig, make_brain: BrainMaker) -> int:
+    """Serve with as many processes as the configuration says. Blocks; the exit status."""
+    if config.workers == 1:
+        uvloop.run(run(config, make_brain))
+        return 0
+    reserved = bind_public(config.listen.bind, shared=True)
+    port = int(reserved.getsockname()[1])
+    host = config.listen.bind.rpartition(":")[0]
+    listen = replace(config.listen, bind=f"{host}:{port}")
+    shared = replace(config, listen=listen)
+
+    def run_one(number: int, parent: int) -> int:
+        try:
+            uvloop.run(run(shared, make_brain, number, parent))
+        except KvtierError as error:
+            sys.stderr.write(f"kvtier router: {error}\n")
+            return 1
+        return 0
+
+    with contextlib.closing(reserved):
+        return supervise(config.workers, run_one)
 
 
 def command(argv: list[str]) -> int:
@@ -277,4 +313,5 @@ def command(argv: list[str]) -> int:
     if loaded.print_only:
         sys.stdout.write(describe(loaded))
         return 0
-    raise ConfigError("no brain yet")
+    check_listen(loaded.config)
+    return run_processes(loaded.config, open_brain)

@@ -92,9 +92,9 @@ class Attempt:
 
     def abort(self) -> None:
         """Let the worker know at once that nobody listens any more."""
-        if self._connection is not None and not self.outcome.done():
-            self._connection.abort()
-            self.outcome.cancel()
+        if self._connection is not None:
+            self._connection.abandon(self)
+        self.outcome.cancel()
 
     # What the upstream tells
 
@@ -150,7 +150,7 @@ class Attempt:
             passed = filtered.feed(data)
         except LimitError:
             if self._connection is not None:
-                self._connection.abort()
+                self._connection.abandon(self)
             self._break(UpstreamError(Loss.MALFORMED, "an endless event"))
             return
         self._send(passed)

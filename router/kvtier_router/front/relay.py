@@ -7,7 +7,7 @@ before (app.py), the choice itself, sockets.
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -22,6 +22,7 @@ from kvtier.openai import usage as openai_usage
 from kvtier_router.front.answers import error_answer, error_event, translated
 from kvtier_router.front.attempt import Attempt, AttemptPlan, Broken, Held, Outcome, Streamed
 from kvtier_router.front.calls import Amendment, Api, Call, upstream_body
+from kvtier_router.front.contexts import ContextLengths
 from kvtier_router.front.credentials import Credentials
 from kvtier_router.front.prompts import PromptTokens
 from kvtier_router.front.resume import (
@@ -118,6 +119,8 @@ class RelayParts:
     """What a relay works with."""
 
     brain: RoutingBrain
+    route_later: Callable[[RouteAsk], Awaitable[RouteDecision]] | None
+    """How to route where an index elsewhere is asked first; None: `brain.route`."""
     upstream: Upstream
     credentials: Credentials
     stickiness: Stickiness
@@ -131,6 +134,7 @@ class Relay:
 
     def __init__(self, parts: RelayParts) -> None:
         self._parts = parts
+        self._contexts = ContextLengths(parts.upstream)
         self.retries: Counter[Retried] = Counter()
         self.resumptions: Counter[Resumed] = Counter()
         self.losses: Counter[Loss] = Counter()
@@ -141,7 +145,7 @@ class Relay:
         self._parts.budget.request(self._parts.clock())
         wanted = _Try(job.call, job.prompt)
         while True:
-            decision = self._decide(job, wanted)
+            decision = await self._decide(job, wanted)
             job.decision = decision
             job.attempts += 1
             outcome, sent = await self._attempt(job, wanted, decision)
@@ -158,7 +162,7 @@ class Relay:
 
     # Choosing
 
-    def _decide(self, job: Job, wanted: _Try) -> RouteDecision:
+    async def _decide(self, job: Job, wanted: _Try) -> RouteDecision:
         call = wanted.call
         ask = RouteAsk(
             served_name=call.model,
@@ -173,6 +177,8 @@ class Relay:
             delivery=Delivery.STREAM if call.stream else Delivery.WHOLE,
         )
         try:
+            if self._parts.route_later is not None:
+                return await self._parts.route_later(ask)
             return self._parts.brain.route(ask)
         except KvtierError as error:
             if job.attempts and not isinstance(error, CallerError):
@@ -215,7 +221,7 @@ class Relay:
         sent_at = parts.clock()
         settled = False
         try:
-            request = self._request(job, wanted, decision)
+            request = self._request(job, await self._bounded(wanted, decision), decision)
             outcome = await self._send(attempt, decision, request)
             if isinstance(outcome, Broken) and outcome.error.loss is Loss.REUSED:
                 attempt = Attempt(job.exchange, plan, parts.clock)
@@ -242,6 +248,22 @@ class Relay:
         attempt.attach(connection)
         connection.send(request, attempt)
         return await attempt.outcome
+
+    async def _bounded(self, wanted: _Try, decision: RouteDecision) -> _Try:
+        """What is to be sent, with the worker's context as the ceiling of an answer that goes on
+        without one. UnavailableError where that is not known."""
+        resumed = wanted.resumption
+        if resumed is None or not resumed.needs_ceiling:
+            return wanted
+        target = decision.target
+        origin = self._parts.upstream.origin(target.address)
+        token = self._parts.credentials.find(decision.worker, target.address)
+        context = await self._contexts.find(origin, target.model, token)
+        left = 0 if context is None else context - len(resumed.tokens)
+        if left < 1:
+            raise UnavailableError("the worker does not say how much context is left")
+        body = {**resumed.body, "max_tokens": left}
+        return replace(wanted, resumption=replace(resumed, body=body))
 
     def _request(self, job: Job, wanted: _Try, decision: RouteDecision) -> bytes:
         target, call = decision.target, wanted.call
@@ -335,7 +357,7 @@ class Relay:
             job.exchange.finish()
             job.status = 200
             return None
-        if resumed.needs_ceiling or not self._may_try(job):
+        if not self._may_try(job):
             self.resumptions[Resumed.FAILED] += 1
             self._end_broken(job, broken)
             return None

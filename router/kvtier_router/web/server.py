@@ -11,7 +11,7 @@ import ssl
 from collections import Counter, deque
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import httptools
 
@@ -59,11 +59,22 @@ class Application(Protocol):
 class Exchange:
     """One request and its answer: exactly one `reply`, or `start`, `send`s and `finish`."""
 
-    __slots__ = ("_chunked", "_connection", "_head_bytes", "body", "finished", "head", "started")
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_head_bytes",
+        "_keeps_alive",
+        "body",
+        "finished",
+        "head",
+        "started",
+    )
 
-    def __init__(self, connection: "ServerConnection", head: Head, body: bytes) -> None:
+    def __init__(self, connection: "ServerConnection", request: "_Request") -> None:
         self._connection = connection
-        self._chunked = True
+        head, body = request.head, request.body
+        self._keeps_alive = request.keeps_alive
+        self._chunked = request.speaks_chunks
         self._head_bytes = b""
         self.head = head
         self.body = body
@@ -78,7 +89,7 @@ class Exchange:
     def reply(self, reply: Reply) -> None:
         """Send a whole answer. Does nothing where the client is gone."""
         self.started = True
-        close = reply.close or self._connection.must_close
+        close = reply.close or self._must_close
         headers = [*reply.headers, ("content-length", str(len(reply.body)))]
         if close:
             headers.append(("connection", "close"))
@@ -89,10 +100,9 @@ class Exchange:
     def start(self, status: int, headers: Headers) -> None:
         """Decide status and header of a streamed answer; they leave with the first bytes."""
         self.started = True
-        self._chunked = self._connection.speaks_chunks
         framing = ("transfer-encoding", "chunked") if self._chunked else ("connection", "close")
         extra = [framing]
-        if self._chunked and self._connection.must_close:
+        if self._chunked and self._must_close:
             extra.append(("connection", "close"))
         self._head_bytes = response_head(status, [*headers, *extra])
 
@@ -114,16 +124,30 @@ class Exchange:
         elif self._head_bytes:
             self._connection.write(self._head_bytes)
         self._head_bytes = b""
-        self._end(not self._chunked or self._connection.must_close)
+        self._end(not self._chunked or self._must_close)
 
     def abort(self) -> None:
         """Cut the connection: the client must see that the answer is not whole."""
         self.finished = True
         self._connection.abort()
 
+    @property
+    def _must_close(self) -> bool:
+        """Whether the connection ends with this answer."""
+        return not self._keeps_alive or self._connection.is_draining
+
     def _end(self, close: bool) -> None:
         self.finished = True
         self._connection.exchange_ended(self, close)
+
+
+class _Request(NamedTuple):
+    """A request that is complete."""
+
+    head: Head
+    body: bytes
+    keeps_alive: bool
+    speaks_chunks: bool
 
 
 class _Phase(Enum):
@@ -146,19 +170,18 @@ class ServerConnection(asyncio.Protocol):
         self._phase = _Phase.HEAD
         self._since = server.clock()
         self._head_bytes = 0
+        self._parsed_bytes = 0
         self._target = b""
         self._headers: dict[str, str] = {}
         self._head: Head | None = None
         self._parts: list[bytes] = []
         self._body_bytes = 0
-        self._ready: deque[tuple[Head, bytes]] = deque()
+        self._ready: deque[_Request] = deque()
         self._backlog: list[bytes] = []
         self._backlog_bytes = 0
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
         self._stalled_since: float | None = None
-        self._keep_alive = True
-        self.speaks_chunks = True
         self.on_pressure: Callable[[bool], None] | None = None
         """Called with True when the client reads too slowly, with False when it has caught up."""
 
@@ -206,6 +229,7 @@ class ServerConnection(asyncio.Protocol):
         self._phase = _Phase.HEAD
         self._since = self._server.clock()
         self._target = b""
+        self._parsed_bytes = 0
         self._headers = {}
         self._head = None
         self._parts = []
@@ -213,8 +237,10 @@ class ServerConnection(asyncio.Protocol):
 
     def on_url(self, url: bytes) -> None:
         self._target += url
+        self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)
         key = name.decode("latin-1").lower()
         text = value.decode("latin-1")
         if key in self._headers:
@@ -250,20 +276,25 @@ class ServerConnection(asyncio.Protocol):
         assert self._head is not None
         if len(self._ready) >= _PIPELINED_MAX:
             raise _RefusedError(400, Refused.PIPELINE)
-        self._keep_alive = self._keep_alive and self._parser.should_keep_alive()
-        self.speaks_chunks = self._parser.get_http_version() == "1.1"
-        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._ready.append((self._head, body))
+        parser, parts = self._parser, self._parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        keeps_alive, version = parser.should_keep_alive(), parser.get_http_version()
+        self._ready.append(_Request(self._head, body, keeps_alive, version == "1.1"))
         self._parts = []
         self._head = None
         self._phase = _Phase.BUSY
 
+    def _count_head(self, count: int) -> None:
+        self._parsed_bytes += count
+        if self._parsed_bytes > self._limits.header_bytes_max:
+            raise _RefusedError(431, Refused.HEADER_BYTES)
+
     # What exchanges ask for
 
     @property
-    def must_close(self) -> bool:
-        """Whether this connection ends with the answer under way."""
-        return not self._keep_alive or self._server.draining
+    def is_draining(self) -> bool:
+        """Whether the server wants to end its connections."""
+        return self._server.draining
 
     @property
     def is_gone(self) -> bool:
@@ -392,9 +423,9 @@ class ServerConnection(asyncio.Protocol):
             self._transport.write_eof()
 
     def _begin_next(self) -> None:
-        head, body = self._ready.popleft()
+        request = self._ready.popleft()
         self._phase = _Phase.BUSY
-        exchange = self._exchange = Exchange(self, head, body)
+        exchange = self._exchange = Exchange(self, request)
         task = self._task = asyncio.get_running_loop().create_task(
             self._server.application.handle(exchange)
         )

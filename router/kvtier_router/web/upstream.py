@@ -167,8 +167,14 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.resume_reading()
             self._extend()
 
+    def abandon(self, sink: Sink) -> None:
+        """Give an exchange up: the worker sees the connection end at once. Does nothing where it
+        is over, and the connection perhaps another's."""
+        if self._sink is sink:
+            self.abort()
+
     def abort(self) -> None:
-        """Give the exchange up: the worker sees the connection end at once. Idempotent."""
+        """End the connection at once, telling nobody. Idempotent."""
         self._sink = None
         self._upstream.busy.discard(self)
         if self._transport is not None:

@@ -9,6 +9,7 @@ from kvtier.core.identity import Pool
 from kvtier.core.workers import WorkerName
 from kvtier.errors import NotFoundError, UnavailableError
 from kvtier.types import InstanceId, Source
+from kvtier_router.brain import Brain
 from kvtier_router.config import RouterConfig, pairs
 from kvtier_router.routing.values import (
     Candidate,
@@ -152,10 +153,10 @@ class FakeBrain:
 
 
 @contextlib.asynccontextmanager
-async def fake_brain(config: RouterConfig) -> AsyncIterator[FakeBrain]:
+async def fake_brain(config: RouterConfig, process: int) -> AsyncIterator[Brain]:
     """A brain of the configuration's static workers."""
     workers = {}
     for name, rest in pairs(config.static_workers, "static_workers"):
         address, _, models = rest.partition(" ")
         workers[WorkerName(InstanceId(name))] = (address, tuple(models.split()))
-    yield FakeBrain(workers)
+    yield Brain(FakeBrain(workers))

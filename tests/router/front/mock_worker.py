@@ -42,6 +42,16 @@ class Worker:
         digest = hashlib.sha256(",".join(map(str, tokens)).encode()).digest()
         return self.words[int.from_bytes(digest[:4], "little") % len(self.words)]
 
+    def end_if(self, request: web.Request, moment: str | int) -> None:
+        """Die (the process) or cut (the connection, once) if this is the moment."""
+        if self.behaviour.get("die") == moment:
+            os._exit(3)
+        if self.behaviour.get("cut") == moment:
+            self.behaviour = {}
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
+
     # Handlers
 
     async def behave(self, request: web.Request) -> web.Response:
@@ -72,8 +82,7 @@ class Worker:
             return web.json_response(
                 reply, status=wrong["status"], headers=wrong.get("headers", {})
             )
-        if wrong.get("die") == "before":
-            os._exit(3)
+        self.end_if(request, "before")
         if wrong.get("hang"):
             await asyncio.sleep(3600)
         is_chat = "chat" in request.path
@@ -90,6 +99,7 @@ class Worker:
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         if body.get("stream"):
             return await self.stream(request, body, prompt, most, is_chat)
+        self.end_if(request, "first")
         return self.whole(body, prompt, most, is_chat)
 
     async def scripted(
@@ -117,8 +127,6 @@ class Worker:
     def whole(
         self, body: dict[str, Any], prompt: list[int], most: int, is_chat: bool
     ) -> web.Response:
-        if self.behaviour.get("die") == "first":
-            os._exit(3)
         tokens = list(prompt)
         for _ in range(most):
             tokens.append(self.next_token(tokens))
@@ -163,8 +171,7 @@ class Worker:
 
         self.open_streams += 1
         try:
-            if self.behaviour.get("die") == "first":
-                os._exit(3)
+            self.end_if(request, "first")
             if is_chat:
                 role = {"role": "assistant", "content": ""}
                 await send(
@@ -172,10 +179,10 @@ class Worker:
                 )
             tokens = list(prompt)
             for number in range(most):
-                if self.behaviour.get("die") == number:
+                if number in (self.behaviour.get("die"), self.behaviour.get("cut")):
                     await response.write(b'data: {"id": "half')
                     await asyncio.sleep(0.05)
-                    os._exit(3)
+                    self.end_if(request, number)
                 tokens.append(self.next_token(tokens))
                 text = self.text.decode(tokens[-1:])
                 finish = "length" if number == most - 1 else None
@@ -184,9 +191,9 @@ class Worker:
                 await send({**frame, "choices": [choice]})
                 if self.token_s:
                     await asyncio.sleep(self.token_s)
-            if self.behaviour.get("die") == "done":
+            if "done" in (self.behaviour.get("die"), self.behaviour.get("cut")):
                 await asyncio.sleep(0.05)
-                os._exit(3)
+                self.end_if(request, "done")
             if (body.get("stream_options") or {}).get("include_usage"):
                 await send({**frame, "choices": [], "usage": self.usage(prompt, most)})
             await response.write(b"data: [DONE]\n\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.ports import free_port
-from tests.harness.processes import Launch, Process, ProcessRunner, python_module
+from tests.harness.processes import Launch, Process, ProcessRunner, kvtier_command, python_module
 from tests.harness.readiness import http_ready
 from tests.support.text_models import byte_level_bpe, write_model
 
@@ -126,8 +126,8 @@ class Rig:
         self.workers += [Worker(p, port) for p, port in zip(started, ports, strict=True)]
         return self.workers[-count:]
 
-    def start_router(self, *arguments: str, module: str = "router_process") -> None:
-        """A router over all workers of the rig, with more flags."""
+    def start_router(self, *arguments: str, brain: str = "fake") -> None:
+        """A router over all workers of the rig, with more flags; `real` is `kvtier router`."""
         self.port, self.admin_port = free_port(), free_port()
         flags = [
             f"--listen-bind=127.0.0.1:{self.port}",
@@ -136,7 +136,10 @@ class Rig:
         ]
         for number, worker in enumerate(self.workers):
             flags.append(f"--static-workers=w{number}=127.0.0.1:{worker.port} mock")
-        argv = python_module(f"tests.router.front.{module}", *flags, *arguments)
+        if brain == "real":
+            argv = kvtier_command("router", *flags, *arguments)
+        else:
+            argv = python_module("tests.router.front.router_process", *flags, *arguments)
         ready = http_ready(f"http://127.0.0.1:{self.port}/health")
         self.router = self.runner.start(Launch("router", argv, ready, directory=ROOT))
 

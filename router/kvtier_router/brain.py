@@ -1,0 +1,107 @@
+"""Builds the routing brain that the configuration asks for, with its index.
+
+What must not live here: decisions.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.client import IndexClient
+from kvtier.errors import ConfigError
+from kvtier.replica import IndexReplica, ReplicaConfig
+from kvtier.telemetry.logs import EventLog
+from kvtier_router.config import IndexMode, RouterConfig, pairs
+from kvtier_router.routing import Router, RoutingBrain, RoutingConfig, StaticWorker, static_worker
+from kvtier_router.routing.config import NameRule, NameTarget
+from kvtier_router.routing.remote import RemoteFleet
+from kvtier_router.routing.values import RouteAsk, RouteDecision
+
+LOG: Final = EventLog("kvtier_router")
+_TARGET: Final = re.compile(r"(?P<name>.+?)(@@(?P<revision>[^*]+))?(\*(?P<share>[0-9.eE+-]+))?")
+_FIRST_PICTURE_S: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Brain:
+    """The brain, and how to ask it where an index elsewhere has to be asked first."""
+
+    routing: RoutingBrain
+    route_later: Callable[[RouteAsk], Awaitable[RouteDecision]] | None = None
+
+
+def router_name(config: RouterConfig, process: int) -> str:
+    """Unique among the routers of a fleet and their processes."""
+    name = config.instance or f"{socket.gethostname()}-{os.getpid()}"
+    return f"{name}.{process}" if config.workers > 1 else name
+
+
+@contextlib.asynccontextmanager
+async def open_brain(config: RouterConfig, process: int = 0) -> AsyncIterator[Brain]:
+    """The brain while entered. An index that is not there yet is waited for a moment only."""
+    name = router_name(config, process)
+    routing = routing_config(config, name)
+    if not config.index.targets:
+        yield Brain(Router(routing))
+        return
+    async with IndexClient(config.index) as client, client.reservations(name) as session:
+        if config.index_mode is IndexMode.REMOTE:
+            fleet = RemoteFleet(time.monotonic)
+            following = asyncio.create_task(fleet.follow(client))
+            router = Router(routing, fleet, session)
+            deadline_s = config.match_ms_max / 1e3
+            try:
+                yield Brain(router, lambda ask: router.route_remote(ask, client, deadline_s))
+            finally:
+                following.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await following
+            return
+        replica = IndexReplica(config.index, ReplicaConfig(router=name))
+        replica.start()
+        try:
+            if not await asyncio.to_thread(replica.wait_complete, _FIRST_PICTURE_S):
+                LOG.warning("the index has not been heard yet: serving without it")
+            yield Brain(Router(routing, replica, session))
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+def routing_config(config: RouterConfig, name: str) -> RoutingConfig:
+    """The brain's own settings. ConfigError for entries that cannot be read."""
+    return RoutingConfig(
+        router=name,
+        policy=config.policy,
+        rules=tuple(_rule(left, right) for left, right in pairs(config.names, "names")),
+        workers=tuple(
+            _worker(left, right) for left, right in pairs(config.static_workers, "static_workers")
+        ),
+    )
+
+
+def _worker(name: str, text: str) -> StaticWorker:
+    address, *models = text.split()
+    if not models:
+        raise ConfigError(f"static_workers: {name!r} serves no model: NAME=ADDRESS MODEL ...")
+    return static_worker(name, address, models)
+
+
+def _rule(name: str, text: str) -> NameRule:
+    targets = []
+    for part in text.split():
+        found = _TARGET.fullmatch(part)
+        if found is None:
+            raise ConfigError(f"names: {part!r} is not TARGET[@@REVISION][*SHARE]")
+        share = found["share"]
+        try:
+            number = None if share is None else float(share)
+        except ValueError:
+            raise ConfigError(f"names: {share!r} is no share") from None
+        targets.append(NameTarget(found["name"], found["revision"], number))
+    return NameRule(name, tuple(targets))
