@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequen
 from contextlib import asynccontextmanager
 from typing import Final
 
-from kvtier.core.eviction import LruPolicy, Policy
+from kvtier.core.eviction import Policy, RankedPolicy
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.core.health import Outcome as CallOutcome
 from kvtier.core.planner import (
@@ -80,8 +80,8 @@ _EVERYTHING = ReadOptions()
 _DRAM = Tier.DRAM
 
 
-def _lru(_: Tier, __: int) -> Policy[BlockKey]:
-    return LruPolicy()
+def _ranked(_: Tier, __: int) -> Policy[BlockKey]:
+    return RankedPolicy()
 
 
 class TieredStore:
@@ -469,7 +469,7 @@ async def open_store(
         clock=clock,
         latencies=Quiet() if latencies is None else latencies,
     )
-    planner = Planner(config.planner, _lru, clock())
+    planner = Planner(config.planner, _ranked, clock())
     try:
         async with asyncio.TaskGroup() as tasks:
             store = TieredStore(planner, parts, tasks)

@@ -13,6 +13,7 @@ from kvtier.core.eviction import (
     PinToken,
     Policy,
     PriorityPolicy,
+    RankedPolicy,
     Removal,
     Retention,
     S3FifoConfig,
@@ -20,7 +21,7 @@ from kvtier.core.eviction import (
     TouchOrder,
 )
 from kvtier.errors import CallerError, LimitError
-from tests.support.naive_eviction import NaiveLru, NaivePriority, NaiveS3Fifo
+from tests.support.naive_eviction import NaiveLru, NaivePriority, NaiveRanked, NaiveS3Fifo
 
 SMALL_S3FIFO = S3FifoConfig(capacity_blocks=10, small_ratio=0.3, ghost_ratio=0.5)
 
@@ -33,6 +34,7 @@ MAKERS: list[tuple[str, Callable[[], Policy[int]], Callable[[], Policy[int]]]] =
     ),
     ("s3fifo", lambda: S3FifoPolicy(SMALL_S3FIFO), lambda: NaiveS3Fifo(SMALL_S3FIFO)),
     ("priority", PriorityPolicy, NaivePriority),
+    ("ranked", RankedPolicy, NaiveRanked),
 ]
 EVERY_POLICY = pytest.mark.parametrize(
     "make", [m for _, m, _ in MAKERS], ids=[m[0] for m in MAKERS]

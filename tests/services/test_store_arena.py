@@ -3,9 +3,11 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.eviction import Retention
 from kvtier.core.planner import PlannerConfig, TierConfig
 from kvtier.ports import BlockOwner, ByNames, PutRequest, PutStatus
 from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch, open_store
@@ -49,6 +51,27 @@ async def test_what_clients_put_past_the_planners_room_evicts_by_its_order() -> 
             assert await put(arena, n) == [PutStatus.STORED]
         assert {n for n in range(8) if arena.held(name_of(n))} == {4, 5, 6, 7}
         assert store.stats().tiers[Tier.DRAM].usage.blocks_count == 4
+
+
+@pytest.mark.parametrize("planned", [4, 2 * SLOTS], ids=["planner", "arena"])
+async def test_what_was_put_with_a_higher_priority_goes_last(planned: int) -> None:
+    async with governed(planned) as (arena, store):
+        dear = [Wanted(name_of(n), SIZE, BlockOwner(1), Retention(80)) for n in (0, 1)]
+        cheap = [Wanted(name_of(2), SIZE, BlockOwner(1), Retention(10))]
+        for wanted in (dear, cheap):
+            payloads = [memoryview(bytes(SIZE))] * len(wanted)
+            await arena.write_many(wanted, payloads, [None] * len(wanted), soon())
+        await store.caught_up()
+        room = min(planned, SLOTS) - 3
+        for n in range(10, 10 + room):
+            await put(arena, n)
+        assert arena.held(name_of(2)) is not None
+        await put(arena, 50)
+        assert arena.held(name_of(2)) is None
+        for n in range(60, 60 + 3 * SLOTS):
+            await put(arena, n)
+        assert arena.held(name_of(0)) is not None
+        assert arena.held(name_of(1)) is not None
 
 
 async def test_a_lease_outlasts_the_planners_wish_and_no_longer() -> None:

@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.core.eviction import PinToken, Removal, Retention, S3FifoConfig, TouchOrder
+from kvtier.core.eviction import (
+    PRIORITY_DEFAULT,
+    PinToken,
+    Removal,
+    Retention,
+    S3FifoConfig,
+    TouchOrder,
+)
 
 
 class NaivePins:
@@ -240,3 +247,67 @@ class NaivePriority:
 
     def unpin(self, key: int, token: PinToken) -> None:
         self.pins.unpin(key, token)
+
+
+class NaiveRanked:
+    """Rows of priority, deadline and last use; lowest priority first, of equals the oldest."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[int, float | None, int]] = {}
+        self.told: dict[int, int] = {}
+        self.clock = 0
+        self.pins = NaivePins()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.rows
+
+    def on_stored(
+        self, keys: Sequence[int], now: float, retention: Sequence[Retention] = ()
+    ) -> None:
+        for key in keys:
+            self.rows.setdefault(key, (PRIORITY_DEFAULT, None, 0))
+        self.on_touched(keys, now, retention)
+
+    def on_touched(
+        self, keys: Sequence[int], now: float, retention: Sequence[Retention] = ()
+    ) -> None:
+        for key, worth in zip(keys, retention, strict=False):
+            if key in self.rows and key not in self.pins.held:
+                over = worth.expires_at is not None and worth.expires_at <= now
+                rank = PRIORITY_DEFAULT if over else worth.priority
+                until = None if rank == PRIORITY_DEFAULT else worth.expires_at
+                self.rows[key] = (rank, until, self.rows[key][2])
+                self.told[key] = self._next()
+        for key in reversed(keys):
+            if key in self.rows:
+                self.rows[key] = (*self.rows[key][:2], self._next())
+
+    def on_removed(self, keys: Iterable[int], removal: Removal = Removal.EVICTED) -> None:
+        for key in keys:
+            self.rows.pop(key, None)
+            self.pins.held.pop(key, None)
+
+    def victims(self, count: int, now: float) -> list[int]:
+        over = [(u, self.told[k], k) for k, (_, u, _) in self.rows.items() if u and u <= now]
+        for _, _, key in sorted(over):
+            rank, _, stamp = self.rows[key]
+            if key in self.pins.held:
+                self.rows[key] = (rank, now + 1.0, stamp)
+                self.told[key] = self._next()
+            else:
+                self.rows[key] = (PRIORITY_DEFAULT, None, self._next())
+        free = [k for k in self.rows if k not in self.pins.held]
+        return sorted(free, key=lambda k: (self.rows[k][0], self.rows[k][2]))[:count]
+
+    def pin(self, key: int) -> PinToken:
+        return self.pins.pin(key)
+
+    def unpin(self, key: int, token: PinToken) -> None:
+        self.pins.unpin(key, token)
+
+    def _next(self) -> int:
+        self.clock += 1
+        return self.clock

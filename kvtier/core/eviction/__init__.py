@@ -1,4 +1,4 @@
-"""Which block goes first: one `Policy` contract, three policies, and retention by token range.
+"""Which block goes first: one `Policy` contract, four policies, and retention by token range.
 
 A policy orders keys; it owns no bytes and frees nothing. The paged L1 pool, the DRAM arena, the
 NVMe tier and the simulator tell it what they stored, touched and removed, and ask for `victims`.
@@ -8,6 +8,7 @@ What must not live here: capacities in bytes, write policies and tiers (see `pla
 from kvtier.core.eviction.lru import LruPolicy
 from kvtier.core.eviction.policy import PinToken, Policy, Removal, TouchOrder
 from kvtier.core.eviction.priority import PriorityPolicy
+from kvtier.core.eviction.ranked import RankedPolicy
 from kvtier.core.eviction.retention import (
     PRIORITY_DEFAULT,
     PRIORITY_MAX,
@@ -26,6 +27,7 @@ __all__ = [
     "PinToken",
     "Policy",
     "PriorityPolicy",
+    "RankedPolicy",
     "Removal",
     "RequestShape",
     "Retention",

@@ -41,12 +41,15 @@ class LruPolicy(Generic[K]):
 
     __slots__ = ("_aside", "_order", "_pins", "_returned", "_stamp", "_touch_order")
 
-    def __init__(self, touch_order: TouchOrder = TouchOrder.TAIL_FIRST) -> None:
+    def __init__(
+        self, touch_order: TouchOrder = TouchOrder.TAIL_FIRST, pins: PinTable[K] | None = None
+    ) -> None:
+        """`pins`: of several policies that share keys between them."""
         self._touch_order = touch_order
         self._order: OrderedDict[K, int] = OrderedDict()  # key -> stamp, oldest first
         self._aside: dict[K, int] = {}  # pinned keys that were met, out of the order
         self._returned: dict[K, int] = {}  # unpinned since, to be merged back
-        self._pins: PinTable[K] = PinTable()
+        self._pins: PinTable[K] = PinTable() if pins is None else pins
         self._stamp = 0
 
     def __len__(self) -> int:

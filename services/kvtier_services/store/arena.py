@@ -9,7 +9,7 @@ What must not live here: sessions, gRPC.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.core.eviction import LruPolicy, PinToken, Removal
+from kvtier.core.eviction import PinToken, RankedPolicy, Removal
 from kvtier.core.frame import FrameName
 from kvtier.errors import KvtierError
 from kvtier.ports import PutRequest, PutResult, PutStatus
@@ -19,9 +19,9 @@ from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
 from kvtier.tiers.tally import payload_view
 
 
-class HeldPolicy(LruPolicy[FrameName]):
-    """LRU that does not offer what is held. A hold costs nothing until it would be offered: only
-    then the name is pinned aside, as pins of LRU do."""
+class HeldPolicy(RankedPolicy[FrameName]):
+    """Priorities and LRU, not offering what is held. A hold costs nothing until it would be
+    offered: only then the name is pinned aside, as pins of LRU do."""
 
     def __init__(self) -> None:
         super().__init__()
