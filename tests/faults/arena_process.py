@@ -5,6 +5,8 @@ is the block's number and the version it was put with.
 """
 
 import asyncio
+import itertools
+import os
 import resource
 import signal
 import sys
@@ -18,8 +20,10 @@ from kvtier.core.frame import FrameName
 from kvtier.errors import KvtierError
 from kvtier.ports import BlockOwner, ByNames, GetRequest, GetStatus, PutRequest
 from kvtier.tiers.arena import messages
+from kvtier.tiers.arena import tier as tier_module
 from kvtier.tiers.arena.client import ArenaClient, ArenaClientConfig, connect_arena
-from kvtier.tiers.arena.holdings import Wanted
+from kvtier.tiers.arena.directory import NativeOperations
+from kvtier.tiers.arena.holdings import Holdings, Wanted
 from kvtier.tiers.arena.messages import BlockToCommit
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaTier
@@ -137,6 +141,41 @@ def late(path: Path, go: Path) -> None:
     client.close()
 
 
+CRASH_POINTS: dict[str, tuple[object, str]] = {
+    "slots": (Holdings, "prepare"),
+    "copy": (tier_module, "copy_checksum_pairs"),
+    "directory": (NativeOperations, "publish"),
+    "books": (Holdings, "_keep"),
+    "evict": (NativeOperations, "remove"),
+}
+"""The steps of a client's put in the store."""
+
+
+def kill_at(side: str, point: str, count: int) -> None:
+    """Have this process killed before or after the step, at the `count`th time it is reached."""
+    owner, attribute = CRASH_POINTS[point]
+    step = getattr(owner, attribute)
+    reached = itertools.count(1)
+
+    def crash(*arguments: object) -> object:
+        is_due = next(reached) == count
+        if is_due and side == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = step(*arguments)
+        if is_due and side == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    is_static = owner is NativeOperations
+    setattr(owner, attribute, staticmethod(crash) if is_static else crash)
+
+
+async def crash(path: Path, side: str, point: str) -> None:
+    """A store that is killed at a step of a put, once some were taken."""
+    kill_at(side, point, 4)
+    await serve(path)
+
+
 def stall(path: Path, go: Path) -> None:
     """Announce two blocks, hand over one, wait until told, hand over the other."""
     client = connect_arena(path, CLIENT)
@@ -168,6 +207,7 @@ ROLES: dict[str, Callable[[list[str]], None]] = {
     "read": lambda rest: read(Path(rest[0]), int(rest[1])),
     "hold": lambda rest: hold(Path(rest[0])),
     "late": lambda rest: late(Path(rest[0]), Path(rest[1])),
+    "crash": lambda rest: asyncio.run(crash(Path(rest[0]), rest[1], rest[2])),
     "stall": lambda rest: stall(Path(rest[0]), Path(rest[1])),
     "small": lambda rest: small(int(rest[0])),
 }

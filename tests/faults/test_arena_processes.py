@@ -16,6 +16,7 @@ from kvtier.tiers.arena.memory import Sealing, attach, create, spare_bytes
 from tests.faults.arena_process import (
     CLIENT,
     CONFIG,
+    CRASH_POINTS,
     PAYLOAD_BYTES,
     count_reads,
     described,
@@ -89,6 +90,42 @@ def test_a_killed_store_costs_misses_and_a_new_one_is_found(
     assert [result.status for result in results] == [GetStatus.HIT, GetStatus.MISS]
     assert again.put_many([put_request(10, 4)], soon())[0].status is PutStatus.STORED
     again.close()
+
+
+@pytest.mark.timeout(180)
+def test_a_store_killed_at_any_step_of_a_put_leaves_whole_blocks_and_misses_only(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    for point in CRASH_POINTS:
+        for side in ("before", "after"):
+            path = tmp_path / f"{side}-{point}.sock"
+            store = launched(processes, f"{side}-{point}", "crash", path, side, point)
+            said(store, "ready")
+            client = connect_arena(path, CLIENT)
+            versions = dict.fromkeys(range(4), 0)
+            for version in range(1, 40):
+                numbers = [(4 * version + i) % 40 + 100 for i in range(4)]
+                results = client.put_many([put_request(n, version) for n in numbers], soon())
+                versions |= {
+                    n: version
+                    for n, result in zip(numbers, results, strict=True)
+                    if result.status is PutStatus.STORED
+                }
+                if not client.is_attached:
+                    break
+            assert store.wait(WAIT_S) == -signal.SIGKILL, f"{side} {point} was not reached"
+            assert [result.status for result in results] == [PutStatus.ERROR] * 4
+            seen = client.get_many([GetRequest(name_of(n), None, PAYLOAD_BYTES) for n in versions])
+            for number, result in zip(versions, seen, strict=True):
+                assert result.status in {GetStatus.HIT, GetStatus.MISS}
+                if result.payload is not None:
+                    assert version_of(number, result.payload) == versions[number]
+            # What was being put is whole, or not there.
+            seen = client.get_many([GetRequest(name_of(n), None, PAYLOAD_BYTES) for n in numbers])
+            for number, result in zip(numbers, seen, strict=True):
+                if result.payload is not None:
+                    assert version_of(number, result.payload) in {version, versions.get(number)}
+            client.close()
 
 
 async def filled(store: Node) -> None:

@@ -12,7 +12,7 @@ from kvtier.tiers.nvme.layout import NvmeConfig
 from kvtier.tiers.nvme.tier import NvmeTier
 from tests.harness.processes import REPOSITORY, Launch, Process, ProcessRunner, python_module
 from tests.harness.waiting import eventually
-from tests.support.nvme_child import block_name, get
+from tests.support.nvme_child import CRASH_POINTS, block_name, get
 from tests.support.nvme_directory import MIB, du
 
 LOSS_WINDOW_S = 1.0
@@ -114,3 +114,29 @@ async def test_a_dropped_scope_does_not_come_back_after_a_kill(
     tier = await NvmeTier.open(config)
     assert sorted(n.key for n in tier.names()) == sorted(block_name(n).key for n in range(0, 20, 2))
     await tier.close()
+
+
+@pytest.mark.timeout(180)
+async def test_a_process_killed_at_any_step_of_a_write_leaves_exact_blocks_and_misses_only(
+    tmp_path: Path, processes: ProcessRunner
+) -> None:
+    # Late enough that blocks were acknowledged before; a start has its first two steps once.
+    counts = {"generation": 1, "state": 1, "payload": 20, "publish": 20, "index": 2}
+    children: dict[tuple[str, str], tuple[Process, Path, Path]] = {}
+    for point in CRASH_POINTS:
+        for side in ("before", "after"):
+            directory, acks = tmp_path / f"{side}-{point}", tmp_path / f"{side}-{point}.acks"
+            count = str(counts.get(point, 3))
+            child = spawn(
+                processes, f"{side}-{point}", "crash", str(directory), str(acks), side, point, count
+            )
+            children[side, point] = (child, directory, acks)
+    for at, (child, directory, acks) in children.items():
+        assert child.wait(90) == -signal.SIGKILL, f"{at} was not reached"
+        known = acknowledged(acks)
+        assert bool(known) is (at[1] not in {"generation", "state"}), at
+        tier = await NvmeTier.open(NvmeConfig(directory, 24 * MIB, segment_bytes=2 * MIB))
+        found = [(await get(tier, block))[0] for block in known]  # which fails on wrong bytes
+        assert {status.value for status in found} <= {"hit", "miss"}, at
+        await tier.close()
+        assert du(directory) <= 24 * MIB

@@ -27,6 +27,7 @@ from kvtier.errors import CallerError
 from kvtier.ports import GetStatus, PutStatus
 from kvtier.sections import DialConfig
 from kvtier.tiers.arena.client import ArenaClientConfig
+from kvtier.tiers.arena.directory import ABI_VERSION
 from kvtier.types import Tier
 from kvtier_services.store.config import NvmeSection, StoreConfig
 from kvtier_services.store.main import RunningStore, serve
@@ -159,6 +160,18 @@ async def test_without_a_store_everything_is_a_miss_and_soon(tmp_path: Path) -> 
             assert (put.status, put.reason) == (PutStatus.ERROR, "unavailable")
         assert await client.contains(names(1)) == [frozenset()]
         assert await client.prefetch(names(1)) == 0
+
+
+async def test_a_client_of_another_abi_gets_its_blocks_as_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.client.store_arena.ABI_VERSION", ABI_VERSION + 1)
+    async with a_client(small_store(tmp_path)) as (running, client):
+        assert [r.status for r in await client.put_many(names(1), payloads(1))] == ["stored"]
+        (found,) = await client.get_many(names(1), None, LENGTH)
+        assert bytes(found.payload or b"") == payloads(1)[0]
+        assert not client.is_attached
+        assert running.store.stats().counts.hits[Tier.DRAM] == 1
 
 
 async def test_a_store_that_appears_later_is_found(tmp_path: Path) -> None:

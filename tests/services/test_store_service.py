@@ -318,6 +318,26 @@ async def test_declared_nonsense_is_refused_before_any_memory_is_taken(tmp_path:
         assert await client.get([1]) == [None]
 
 
+@pytest.mark.parametrize("chunk", [b"", b"x"])
+async def test_ten_million_chunks_are_refused_at_the_first(tmp_path: Path, chunk: bytes) -> None:
+    async with a_store(small_store(tmp_path)) as (running, client):
+        head = pb.PutHead(names=blocks.names_to(names(1)), lengths=blocks.u64s([BLOCK]))
+        sent = 0
+
+        async def messages() -> AsyncIterator[pb.PutBlocksRequest]:
+            nonlocal sent
+            yield pb.PutBlocksRequest(head=head)
+            for _ in range(10_000_000):
+                sent += 1
+                yield pb.PutBlocksRequest(data=chunk)
+
+        call = rpc.call(client.channel, rpc.STORE, "Put")(messages(), timeout=60)
+        assert await refused(call) is grpc.StatusCode.INVALID_ARGUMENT
+        assert sent < 100_000
+        assert running.store.stats().in_flight_bytes == 0
+        assert (await client.put({1: b"x" * BLOCK}))[0] == ["stored"]
+
+
 async def test_a_payload_longer_than_any_slot_is_refused_and_the_rest_kept(tmp_path: Path) -> None:
     async with a_store(small_store(tmp_path)) as (_, client):
         statuses, reason = await client.put(

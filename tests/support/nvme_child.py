@@ -6,8 +6,10 @@ Each prints lines that the test waits for; files in the test's directory say whe
 """
 
 import asyncio
+import itertools
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,7 +17,11 @@ from pathlib import Path
 
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.ports import BlockOwner, ByScope, GetRequest, GetStatus, PutRequest, PutStatus
+from kvtier.tiers.nvme.archive import Archive
+from kvtier.tiers.nvme.catalog import Catalog
+from kvtier.tiers.nvme.home import Home
 from kvtier.tiers.nvme.layout import NvmeConfig
+from kvtier.tiers.nvme.segments import Segment, Stage
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.types import Fingerprint, ScopeId
 from tests.harness.waiting import eventually, eventually_async
@@ -78,7 +84,11 @@ def forget_cached(tier: NvmeTier) -> None:
 async def write(directory: Path, acks: str, start: str, batch: str) -> None:
     """Put blocks for ever; note each that was acknowledged, with the time, in a file."""
     tier = await NvmeTier.open(NvmeConfig(directory))
-    number, count = int(start), int(batch)
+    await write_into(tier, acks, int(start), int(batch))
+
+
+async def write_into(tier: NvmeTier, acks: str, number: int, count: int) -> None:
+    """See `write`."""
     log = os.open(acks, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     while True:
         numbers = range(number, number + count)
@@ -86,6 +96,45 @@ async def write(directory: Path, acks: str, start: str, batch: str) -> None:
         done = [n for n, (status, _) in zip(numbers, results, strict=True) if status == "stored"]
         os.write(log, "".join(f"{n} {time.monotonic()}\n" for n in done).encode())
         number += count
+
+
+CRASH_POINTS: dict[str, tuple[type, str]] = {
+    "generation": (Home, "begin_generation"),
+    "state": (Home, "_write_state"),
+    "segment": (Segment, "create"),
+    "payload": (Stage, "write_run"),
+    "publish": (Archive, "publish"),
+    "index": (Catalog, "save"),
+    "seal": (Segment, "seal"),
+    "evict": (Archive, "retire"),
+    "unlink": (Segment, "retire"),
+}
+"""The steps of a write, and of what makes room for one."""
+
+
+def kill_at(side: str, point: str, count: int) -> None:
+    """Have this process killed before or after the step, at the `count`th time it is reached."""
+    owner, attribute = CRASH_POINTS[point]
+    step = getattr(owner, attribute)
+    reached = itertools.count(1)
+
+    def crash(*arguments: object, **named: object) -> object:
+        is_due = next(reached) == count
+        if is_due and side == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = step(*arguments, **named)
+        if is_due and side == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, attribute, crash)
+
+
+async def crash(directory: Path, acks: str, side: str, point: str, count: str) -> None:
+    """`write` into a small tier, until this process is killed at a step of a write."""
+    kill_at(side, point, int(count))
+    tier = await NvmeTier.open(NvmeConfig(directory, 24 << 20, segment_bytes=2 << 20))
+    await write_into(tier, acks, 0, 16)
 
 
 async def drop_scope(directory: Path) -> None:
@@ -191,6 +240,7 @@ PROGRAMS: dict[str, Callable[..., Awaitable[None]]] = {
     function.__name__: function
     for function in (
         write,
+        crash,
         drop_scope,
         failing_write,
         failing_read,
