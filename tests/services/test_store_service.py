@@ -87,6 +87,7 @@ async def test_what_clients_of_shared_memory_put_is_in_the_planners_books(tmp_pa
         try:
             for n in range(0, 300, 4):
                 assert await put_shared(arena, *range(n, n + 4)) == [PutStatus.STORED] * 4
+            await running.store.caught_up()
             view = running.store.stats().tiers[Tier.DRAM]
             assert view.usage.blocks_count == view.stats.blocks
             assert view.usage.resident_bytes <= 8 * MIB
