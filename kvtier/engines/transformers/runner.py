@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvtier.core.identity import KvDtype
+from kvtier.engines.transformers.packing import pack_linears
 from kvtier.engines.transformers.support import eos_token_ids, kv_geometry, rope_digest
 from kvtier.errors import CallerError
 from kvtier.paged.attention import PagedStep, Scratch
@@ -64,7 +65,7 @@ class TransformersRunner:
     def __init__(
         self, model: PreTrainedModel, model_id: str, revision: str, block_tokens: int
     ) -> None:
-        """Takes the model over; its attention is exchanged. Runs a step of three tokens.
+        """Takes the model over: attention and linear layers are exchanged. Runs a short step.
 
         `revision` is the digest of the weights as text. Raises CallerError, with the reason, for a
         model that this engine does not run.
@@ -79,6 +80,7 @@ class TransformersRunner:
         self._identity = (model_id, revision)
         model.set_attn_implementation(ATTENTION)
         self._model = model.eval().requires_grad_(False)
+        pack_linears(self._model)
         self._scratch = Scratch()
         self._try()
 
