@@ -14,7 +14,7 @@ from kvtier.client.store import ReadTerms, StoreClientConfig, WriteTerms
 from kvtier.client.store_memory import Payload
 from kvtier.core.frame import FrameName
 from kvtier.errors import DeadlineError
-from kvtier.ports import GetResult, PutResult
+from kvtier.ports import GetResult, GetStatus, PutResult, PutStatus
 from kvtier.sections import DialConfig
 from kvtier.types import Tier
 from kvtier.wire.loop_thread import LoopThread
@@ -51,7 +51,7 @@ class BlockStoreClient:
         requests = aio.get_requests(names, into, terms)
         end = self._end(deadline_s)
         results = aio.read_arena(self._client.arena, requests)
-        if all(result.is_hit for result in results):
+        if all([result.status is GetStatus.HIT for result in results]):  # noqa: C419 (hot)
             return results
         return self._run(self._client.complete(requests, results, terms, end), deadline_s)
 
@@ -69,7 +69,8 @@ class BlockStoreClient:
         requests = aio.put_requests(names, payloads, terms, self._client.writer_id)
         end = self._end(deadline_s)
         results = aio.write_arena(self._client.arena, requests, end)
-        if not any(map(aio.needs_chunks, results)):
+        stored = all([result.status is PutStatus.STORED for result in results])  # noqa: C419 (hot)
+        if stored or not any(map(aio.needs_chunks, results)):
             return results
         return self._run(self._client.complete_put(requests, results, terms, end), deadline_s)
 

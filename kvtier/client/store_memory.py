@@ -3,7 +3,7 @@
 Torch is never imported: a tensor is whatever looks like one. What must not live here: calls.
 """
 
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,10 @@ Payload: TypeAlias = BytesLike | TensorLike
 """What can be put, or be filled."""
 
 
+_BUFFERS: Final = (bytes, bytearray, memoryview)
+"""Made once: a union of them would be made anew for every block."""
+
+
 class _TensorMemory:
     """Lets numpy see a tensor's memory as bytes, whatever its dtype, and keeps it alive."""
 
@@ -52,7 +56,7 @@ def readable(payload: Payload) -> memoryview:
 
     CallerError for a tensor of a device and for what has no plain bytes.
     """
-    if isinstance(payload, bytes | bytearray | memoryview):
+    if isinstance(payload, _BUFFERS):
         return _flat(memoryview(payload))
     if isinstance(payload, np.ndarray):
         contiguous = payload.flags.c_contiguous
@@ -66,7 +70,7 @@ def readable(payload: Payload) -> memoryview:
 
 def writable(target: Payload) -> memoryview:
     """The memory of a target, to be filled. CallerError unless it is contiguous and writable."""
-    if isinstance(target, bytes | bytearray | memoryview):
+    if isinstance(target, _BUFFERS):
         view = _flat(memoryview(target))
     elif isinstance(target, np.ndarray):
         if not target.flags.c_contiguous:

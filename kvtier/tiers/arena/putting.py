@@ -20,10 +20,10 @@ from kvtier.tiers.arena import messages
 _PART_BYTES: Final = 8 << 20
 """Of blocks that are announced and answered together; of their staging area two are in use."""
 _PART_BLOCKS: Final = 64
-_STEP_BYTES: Final = 5 << 19
+_STEP_BYTES: Final = 4 << 20
 """Of blocks that the store is told of together: it copies them while the next are staged."""
 _STEP_BLOCKS: Final = 24
-_FIRST_SHARE: Final = 0.4
+_FIRST_SHARE: Final = 0.25
 """The first step is small, so that the store begins early; each is twice the one before."""
 _TAIL: Final = 4
 """At most a fourth of a step is no step of its own."""
