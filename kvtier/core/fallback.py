@@ -91,7 +91,7 @@ class BoundedHash:
         if weight == 0.0:
             raise UnavailableError("no worker is eligible")
         total = float(loads[mask].sum()) + 1.0
-        ranks = self._ranks(key)
+        ranks = self.ranks(key)
         ranks[~mask] = np.inf
         room = loads + 1.0 <= np.ceil(self._bound * total * self._weights / weight)
         ranks[~room] = np.inf
@@ -104,8 +104,9 @@ class BoundedHash:
         weights = self._weights if eligible is None else self._weights[eligible]
         return ceil(self._bound * total * float(self._weights[row]) / float(weights.sum()))
 
-    def _ranks(self, key: int) -> FloatArray:
-        """Exponential variates with rate `weight` from (key, seed): the least one wins."""
+    def ranks(self, key: int) -> FloatArray:
+        """Exponential variates with rate `weight` from (key, seed), by row: the least one wins.
+        Alike in every process. A new array."""
         mixed = _mix(self._seeds ^ np.uint64(_mix_one(key)))
         uniform = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
         ranks: FloatArray = -np.log(uniform) / self._weights

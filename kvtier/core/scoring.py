@@ -11,10 +11,10 @@ What must not live here: measuring speeds (costs.py), who is healthy (health.py)
 caller draws `u`), and what to do when there is no index replica at all (fallback.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import Self
+from typing import Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,11 @@ from kvtier.types import Role, Source
 
 BoolArray = NDArray[np.bool_]
 IntArray = NDArray[np.int64]
+
+
+SLACK_RELATIVE: Final = 1.1
+REUSE_TIE: Final = 1 / 16
+"""Rows that reuse less than the most by this part of the prompt reuse as much."""
 
 
 @dataclass(slots=True)
@@ -61,6 +66,11 @@ class Fleet:
     """Which pool (revision, block size, adapter digest) of the served name it belongs to."""
     recent_tokens: FloatArray
     """Decayed count of tokens this router sent there lately; see RecentTokens."""
+    ranks: Callable[[float], FloatArray] | None = None
+    """The order of near-ties for this request that reuse about so many tokens: (workers,), least
+    first, alike for every router (see `fallback.BoundedHash.ranks`). Siblings whose common prefix
+    none of the tied holds then meet on one worker, whatever router they come through. None:
+    near-ties are drawn."""
 
     @classmethod
     def idle(cls, workers_count: int) -> Self:
@@ -124,8 +134,13 @@ class Weights:
     tie_absolute_s: float = 0.001
     """Costs within max(absolute, relative x best) of the best are near-ties."""
 
+    slack: float = 2.0
+    """Among ranked near-ties the first is passed over once it was sent this many times the request
+    more than the second, beyond SLACK_RELATIVE of it."""
+
     def __post_init__(self) -> None:
-        for name in ("work", "decode_step_s", "adapter_load_s", "tie_relative", "tie_absolute_s"):
+        names = ("work", "decode_step_s", "adapter_load_s", "tie_relative", "tie_absolute_s")
+        for name in (*names, "slack"):
             value = float(getattr(self, name))
             if not (isfinite(value) and value >= 0):
                 raise CallerError(f"{name} must be finite and not negative, got {value!r}")
@@ -234,8 +249,10 @@ def decide(
     """Choose the worker with the least cost; near-ties are drawn with `u`, uniform in [0, 1).
 
     Does not mutate. O(workers), vectorised. Among near-ties two are drawn and the one that was sent
-    less lately is taken (two choices: the spread stays even at any concurrency). Raises
-    UnavailableError where no worker is eligible, CallerError on columns that do not fit or a NaN.
+    less lately is taken (two choices: the spread stays even at any concurrency). Where the fleet
+    has `ranks`, the two of least rank are taken in place of a draw, and the first of them unless it
+    was sent clearly more. Raises UnavailableError where no worker is eligible, CallerError on
+    columns that do not fit or a NaN.
     """
     if not 0.0 <= u < 1.0:
         raise CallerError(f"u must be in [0, 1), got {u!r}")
@@ -249,7 +266,10 @@ def decide(
         raise CallerError("a column or a speed is not a number")
     band_s = max(weights.tie_absolute_s, weights.tie_relative * best_s)
     tied = np.flatnonzero(total_s <= best_s + band_s)
-    chosen = _draw(tied, fleet.recent_tokens, u)
+    if fleet.ranks is None:
+        chosen = _draw(tied, fleet.recent_tokens, u)
+    else:
+        chosen = _first(ask, fleet, tied, costs.reused_tokens, weights)
     return Decision(
         chosen=chosen,
         runner_up=_runner_up(total_s, chosen),
@@ -403,6 +423,25 @@ def _draw(tied: NDArray[np.intp], recent_tokens: FloatArray, u: float) -> int:
     second += second >= first
     one, other = int(tied[first]), int(tied[second])
     return one if recent_tokens[one] <= recent_tokens[other] else other
+
+
+def _first(
+    ask: Ask, fleet: Fleet, tied: NDArray[np.intp], reused: FloatArray, weights: Weights
+) -> int:
+    """Of the tied rows that reuse most the first by rank, unless it was sent clearly more lately
+    than the second."""
+    if len(tied) == 1 or fleet.ranks is None:
+        return int(tied[0])
+    reusing = reused[tied]
+    most = float(reusing.max())
+    tied = tied[reusing >= most - REUSE_TIE * ask.prompt_tokens]
+    if len(tied) == 1:
+        return int(tied[0])
+    order = fleet.ranks(most)[tied].argsort()
+    one, other = int(tied[order[0]]), int(tied[order[1]])
+    recent = fleet.recent_tokens
+    bound = SLACK_RELATIVE * recent[other] + weights.slack * ask.prompt_tokens
+    return one if recent[one] <= bound else other
 
 
 def _runner_up(total_s: FloatArray, chosen: int) -> int | None:

@@ -188,8 +188,10 @@ class ForeignReservations:
         self._held: dict[int, _Foreign] = {}
         self._totals: dict[HolderId, Reserved] = {}
         self.tokens: npt.NDArray[np.int64] = np.zeros(64, np.int64)
-        """Prefill tokens by holder number, at least as long as the highest that was ever named;
-        a longer array takes its place when it must grow. Others only read it."""
+        """Prefill tokens by holder number, up to the highest that was ever named; a longer array
+        takes its place when it must grow. Others only read it."""
+        self.requests: npt.NDArray[np.int64] = np.zeros(64, np.int64)
+        """How many requests those tokens are of."""
         self._expiries: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
@@ -206,14 +208,20 @@ class ForeignReservations:
         hashes: npt.NDArray[np.uint64],
         expires_at: float,
     ) -> None:
-        """Note one, in the index as well. Replaces one of the same ticket."""
+        """Note one, in the index as well. Replaces one of the same ticket.
+
+        Blocks that the worker holds, or is expected to, and that the other router did not know of
+        when it reserved, will not be computed again: a burst of siblings through several routers
+        is one prefill and not one for each of them.
+        """
         self.end(ticket)
+        prefill_tokens -= self._doubled(holder, prefill_tokens, hashes)
         # A worker with too many tickets: the work counts all the same, its blocks are a hint.
         with contextlib.suppress(CallerError):
             self._index.predict(holder, hashes, ticket, expires_at)
         self._held[ticket] = _Foreign(holder, prefill_tokens, expires_at)
         self._totals[holder] = self.totals(holder).plus(prefill_tokens, 1)
-        self._add_tokens(holder, prefill_tokens)
+        self._count(holder, prefill_tokens, 1)
         heapq.heappush(self._expiries, (expires_at, ticket))
 
     def end(self, ticket: int) -> None:
@@ -225,19 +233,37 @@ class ForeignReservations:
         if len(self._expiries) > 2 * len(self._held) + 64:
             self._expiries = [entry for entry in self._expiries if entry[1] in self._held]
             heapq.heapify(self._expiries)
-        self._add_tokens(held.holder, -held.prefill_tokens)
+        self._count(held.holder, -held.prefill_tokens, -1)
         after = self.totals(held.holder).plus(-held.prefill_tokens, -1)
         if after.requests_count:
             self._totals[held.holder] = after
         else:
             self._totals.pop(held.holder, None)
 
-    def _add_tokens(self, holder: HolderId, tokens_count: int) -> None:
+    def _doubled(
+        self, holder: HolderId, prefill_tokens: int, hashes: npt.NDArray[np.uint64]
+    ) -> int:
+        """Tokens of a reservation that somebody else's work computes as well. O(blocks)."""
+        if prefill_tokens == 0 or len(hashes) == 0:
+            return 0
+        found = self._index.match(hashes)
+        workers = found.workers
+        row = int(np.searchsorted(workers, holder))
+        if row >= len(workers) or workers[row] != holder:
+            return 0
+        start, end = found.run_offsets[row : row + 2].tolist()
+        held_tokens, blocks_count = int(found.tokens[row]), int(found.run_blocks[start:end].sum())
+        block_tokens = held_tokens // max(blocks_count, 1)
+        known_tokens = max(0, len(hashes) * block_tokens - prefill_tokens)
+        return min(prefill_tokens, max(0, held_tokens - known_tokens))
+
+    def _count(self, holder: HolderId, tokens_count: int, requests_count: int) -> None:
         if holder >= len(self.tokens):
-            longer = np.zeros(max(2 * len(self.tokens), holder + 1), np.int64)
-            longer[: len(self.tokens)] = self.tokens
-            self.tokens = longer
+            length = max(2 * len(self.tokens), holder + 1)
+            self.tokens = np.resize(np.append(self.tokens, np.zeros(length, np.int64)), length)
+            self.requests = np.resize(np.append(self.requests, np.zeros(length, np.int64)), length)
         self.tokens[holder] += tokens_count
+        self.requests[holder] += requests_count
 
     def holder_left(self, holder: HolderId) -> None:
         """All that was on its way to a holder is over. O(reservations)."""

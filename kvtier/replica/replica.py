@@ -125,6 +125,8 @@ class ReplicaLook(NamedTuple):
     """The same holders and the same number: nothing has changed."""
     foreign_tokens: npt.NDArray[np.int64]
     """By holder number, prefill tokens that other routers have on their way; may be too short."""
+    foreign_requests: npt.NDArray[np.int64]
+    """How many requests those are of."""
     trust: Trust
     age_s: float
     """As ReplicaLag."""
@@ -180,8 +182,14 @@ class IndexReplica:
     def look(self) -> ReplicaLook:
         """Everybody with what is on its way to them, for a caller that asks all the time. O(1)."""
         picture, lag = self._picture, self.lag
+        foreign = picture.foreign
         return ReplicaLook(
-            picture.holders, picture.changes_count, picture.foreign.tokens, lag.trust, lag.age_s
+            holders=picture.holders,
+            changes_count=picture.changes_count,
+            foreign_tokens=foreign.tokens,
+            foreign_requests=foreign.requests,
+            trust=lag.trust,
+            age_s=lag.age_s,
         )
 
     def holders(self) -> tuple[HolderView, ...]:

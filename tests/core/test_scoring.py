@@ -262,6 +262,46 @@ def test_ramping_workers_serve_when_there_are_no_others() -> None:
     assert sum(shares(fleet, Ask(500))) == 400
 
 
+# Ranked near-ties
+
+
+def ranked(fleet: Fleet, *ranks: float) -> Fleet:
+    fleet.ranks = lambda reused: np.array(ranks)
+    return fleet
+
+
+def test_ranked_ties_fall_alike_whatever_the_draw() -> None:
+    fleet = ranked(fleet_of(4), 0.5, 0.1, 0.3, 0.4)
+    assert shares(fleet, Ask(500)) == [0, 400, 0, 0]
+    fleet.queued_tokens[1] = 5000  # no tie any more: load comes first
+    assert shares(fleet, Ask(500)) == [0, 0, 400, 0]
+
+
+def test_the_first_by_rank_is_passed_over_once_it_was_sent_clearly_more() -> None:
+    fleet = ranked(fleet_of(4), 0.5, 0.1, 0.3, 0.4)
+    fleet.recent_tokens[1] = 1500
+    assert decide(Ask(1000), fleet, table(4), 0.0).chosen == 1
+    fleet.recent_tokens[1] = 2500
+    assert decide(Ask(1000), fleet, table(4), 0.0).chosen == 2
+
+
+def test_of_ranked_ties_those_that_reuse_most_are_left_and_ranks_hear_how_much() -> None:
+    heard = []
+
+    def ranks(reused: float) -> FloatArray:
+        heard.append(reused)
+        return np.array([0.1, 0.2, 0.9, 0.3])
+
+    fleet = fleet_of(4)
+    fleet.ranks = ranks
+    fleet.held_tokens[2:, Source.GPU] = 1500
+    fleet.queued_tokens[2:] = 3070  # as dear as to compute it elsewhere
+    decision = decide(Ask(2000), fleet, table(4), 0.0)
+    assert decision.tied == (0, 1, 2, 3)
+    assert decision.chosen == 3
+    assert heard == [1500.0]
+
+
 # Pools, adapters, stages, age
 
 

@@ -252,7 +252,7 @@ def test_reservations_of_others_count_until_they_are_over_or_expire() -> None:
     picture = new_picture()
     picture.take(holder_message(1, worker(0)), 0.0)
     picture.take(prediction(1, 5, 1, 2), 0.0)
-    picture.take(prediction(1, 6, 1), 1.0)
+    picture.take(prediction(1, 6, 9), 1.0)
     assert picture.foreign.totals(HolderId(1)) == Reserved(200, 2)
     assert runs_of(picture.match(hashes(1, 2), None), 0) == [(Source.PREDICTED, 2)]
     picture.take(prediction(1, 6, over=True), 1.0)
@@ -499,13 +499,31 @@ def test_tokens_by_holder_follow_foreign_reservations_as_holders_get_more() -> N
         picture.take(holder_message(number, worker(number)), 0.0)
     foreign: ForeignReservations = picture.foreign
     for ticket, holder in ((1, 0), (2, 200), (3, 200)):
-        foreign.add(ticket, HolderId(holder), 50 * ticket, hashes(7), 10.0)
+        foreign.add(ticket, HolderId(holder), 50 * ticket, hashes(7 * ticket), 10.0)
     assert (foreign.tokens[0], foreign.tokens[200]) == (50, 250)
     foreign.end(2)
     foreign.end(2)
     assert (foreign.tokens[0], foreign.tokens[200]) == (50, 150)
     foreign.tick(10.0)
     assert foreign.tokens.sum() == 0
+
+
+def test_a_foreign_prefill_that_an_own_one_computes_as_well_weighs_only_its_rest() -> None:
+    mine = OwnReservations(ME)
+    picture = new_picture(mine)
+    picture.take(holder_message(0, worker(0)), 0.0)
+    wanted = own("a", 1, 2, 3, 4)
+    picture.predict(wanted, *mine.add(wanted, 0.0))
+    foreign = picture.foreign
+    foreign.add(1, HolderId(0), 100, hashes(1, 2, 3, 4, 5, 6), 10.0)  # knew nothing of them
+    assert foreign.tokens[0] == 100 - 4 * 16
+    foreign.add(2, HolderId(0), 32, hashes(1, 2, 3, 4, 8, 9), 10.0)  # knew the four
+    assert foreign.tokens[0] == 100 - 4 * 16 + 32
+    foreign.add(3, HolderId(0), 90, hashes(17, 18, 19, 20, 21), 10.0)  # has nothing in common
+    assert foreign.tokens[0] == 100 - 4 * 16 + 32 + 90
+    for ticket in (1, 2, 3):
+        foreign.end(ticket)
+    assert (foreign.tokens[0], foreign.requests[0]) == (0, 0)
 
 
 def test_every_change_of_the_fleet_is_counted_and_blocks_are_not() -> None:

@@ -168,7 +168,14 @@ class VirtualReplica:
 
     def look(self) -> ReplicaLook:
         age_s = 0.0 if self.trust is Trust.EXACT else self._clock.now - self.lost_at
-        return ReplicaLook(self.holders, self.changes_count, self.foreign.tokens, self.trust, age_s)
+        return ReplicaLook(
+            self.holders,
+            self.changes_count,
+            self.foreign.tokens,
+            self.foreign.requests,
+            self.trust,
+            age_s,
+        )
 
     def match(self, hashes: Hashes, pool: Pool | None = None) -> ReplicaMatch:
         return ReplicaMatch(self.fleet.match(hashes, pool), self.holders, hashes, None)

@@ -95,6 +95,10 @@ class FleetListener(Protocol):
 
     def left(self, member: Member) -> None: ...
 
+    def reported(self, member: Member, tokens_per_s: float, now: float) -> None:
+        """It says how fast it prefills."""
+        ...
+
 
 class FleetView:
     """See the module. Belongs to one thread; every method is O(1) unless somebody came or went."""
@@ -181,9 +185,12 @@ class FleetView:
         elif before.is_hidden != view.is_hidden:
             self._roster.refresh(member)
         self._by_holder[view.holder] = member
-        foreign = look.foreign_tokens
-        tokens = int(foreign[view.holder]) if view.holder < len(foreign) else 0
-        self._roster.take_load(member, tokens, self._config.distrust_s)
+        foreign = look.foreign_requests
+        known = int(foreign[view.holder]) if view.holder < len(foreign) else 0
+        self._roster.take_load(member, known, self._config.distrust_s)
+        if view.load.prefill_tokens_per_s:
+            for listener in self._listeners:
+                listener.reported(member, view.load.prefill_tokens_per_s, now)
 
     def _join(self, view: HolderView, card: ModelCard, gone: Member | None, now: float) -> Member:
         self._first_at = min(self._first_at, now)

@@ -1,11 +1,11 @@
 """What answers teach: prefill speed of each worker, bandwidth of each tier, and whether the
 router's tokens are the workers' tokens.
 
-A router sees times to first token, not prefills. What of such a time was waiting and what was this
-request's own work is split as it was predicted when the request was placed: with that, a sample
-says by what factor the worker was slower or faster than believed, at any depth of its queue. Fixed
-costs of a request (network, tokenising, the first step) are taken off by what the best answers of
-late took beyond their work.
+A router sees times to first token, not prefills. Workers prefill about in order, so the work of a
+request began when it was sent or when the answer before it began, whichever was later; first tokens
+that come at once were computed together. Work of other routers may have been in between: then a
+time teaches only what lies outside of what that work explains. Fixed costs of a request (network,
+tokenising, the first step) are taken off by what the best answers of late took beyond their work.
 
 What must not live here: the estimators themselves (kvtier.core.costs), any choice.
 """
@@ -26,10 +26,14 @@ FLOOR_S_MAX = 0.02
 """Fixed costs of a request are believed to be no more than this."""
 FLOOR_WINDOW_S = 60.0
 SLOW_FACTOR = 4.0
-"""A short request teaches nothing unless it took this many times what it should have."""
-QUEUE_DOUBT = 0.5
-"""A time that was all waiting tells nothing within this part of what was predicted."""
+"""A request with less work than fixed costs teaches nothing unless it took this many times both."""
+TOGETHER_S = 0.01
+"""First tokens that come within so long of each other were computed in one step."""
+DOUBT = 1.5
+"""What others have on their way may be this many times what is known of it."""
 SAMPLE_TOKENS_MIN = 32
+REPORTED_TOKENS = 1024
+"""A worker's own word on its speed counts as a prefill of so many tokens."""
 LOAD_SHARE_MIN = 0.5
 """A time to first token teaches a tier's bandwidth where loading is this part of it."""
 WINDOW_S = 60.0
@@ -48,12 +52,58 @@ class Expectation:
     context_tokens: int
     """Reused before them."""
     queue_s: float
+    others_s: float
+    """The part of queue_s that is not this router's own."""
     compute_s: float
     load_s: float
     """Of loading that the request must wait for."""
     load_source: Source | None
     """The only source it loads from; None for none or several."""
     load_bytes: int
+    is_hit_certain: bool
+    """Nothing of the reused tokens is only predicted, or from an index that may be wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A measured time to first token."""
+
+    ttft_s: float
+    cached_tokens: int | None
+    others_tokens: float
+    """What other routers have on their way to the worker at that moment."""
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One worker's prefills in order, as far as this router sees them."""
+
+    mark: float = -inf
+    """When the last first token came."""
+    pending: "_Sample | None" = None
+    """The last one, for as long as another may turn out to have been computed with it."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    expected: Expectation
+    took_s: float
+    ended_at: float
+    others_s: float
+    was_idle: bool
+    """Nothing of this router was ahead of it: fixed costs are part of its time."""
+    cached_tokens: int | None
+    together_s: float = 0.0
+    """Work of requests that were computed in the same step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a request turned out to have to compute."""
+
+    tokens: int
+    context_tokens: int
+    compute_s: float
 
 
 class _Floor:
@@ -84,6 +134,7 @@ class SpeedBooks:
         self._policy = policy
         self._books: dict[str, CostBook] = {}
         self._floors: dict[str, _Floor] = {}
+        self._lanes: dict[int, _Lane] = {}
         self._users: dict[int, str] = {}
         self._token_s: dict[str, float] = {}
         """By model, seconds between tokens of answers that come in one piece."""
@@ -92,6 +143,7 @@ class SpeedBooks:
         """Nothing is known of it yet."""
 
     def left(self, member: Member) -> None:
+        self._lanes.pop(member.slot, None)
         model_id = self._users.pop(member.slot, None)
         if model_id is not None:
             self._books[model_id].forget(HolderId(member.slot))
@@ -121,28 +173,42 @@ class SpeedBooks:
             return 0.0
         return 1.0 / book.speeds(HolderId(member.slot), now).prefill.first_s
 
-    def first_token(
-        self, expected: Expectation, ttft_s: float, cached_tokens: int | None, now: float
-    ) -> None:
-        """Learn from a measured time to first token."""
-        if not 0 < ttft_s < inf:
+    def reported(self, member: Member, tokens_per_s: float, now: float) -> None:
+        """Take a worker's own word on its prefill speed; every router hears the same."""
+        if 1.0 < tokens_per_s < 1e9:
+            self._users[member.slot] = model_id = member.card.model_id
+            sample = PrefillSample(REPORTED_TOKENS, 0, REPORTED_TOKENS / tokens_per_s)
+            self._book(model_id).observe_prefill(HolderId(member.slot), sample, now)
+
+    def first_token(self, expected: Expectation, seen: FirstToken, now: float) -> None:
+        """Learn from a measured time to first token, now or as soon as it is known with whom its
+        prefill was shared."""
+        if not 0 < seen.ttft_s < inf or expected.member.is_gone:
             return
-        floor = self._floors.setdefault(expected.model_id, _Floor())
-        floor.see(ttft_s - expected.queue_s - expected.compute_s - expected.load_s, now)
-        took_s = max(ttft_s - floor.seconds, 1e-6)
-        if expected.load_s > LOAD_SHARE_MIN * took_s or (
-            expected.load_source is not None and expected.load_s > expected.compute_s
-        ):
-            self._learn_load(expected, took_s, cached_tokens, now)
+        lane = self._lanes.setdefault(expected.member.slot, _Lane())
+        sent_at = now - seen.ttft_s
+        before, lane.mark = lane.mark, now
+        pending = lane.pending
+        if pending is not None and now - pending.ended_at < TOGETHER_S and sent_at < before:
+            pending.together_s += expected.compute_s
             return
-        work_s = expected.queue_s + expected.compute_s
-        surprise = took_s / max(work_s, 1e-9)
-        if work_s < floor.seconds and surprise < SLOW_FACTOR:
-            return
-        # How much of the queue had been done already when this request joined it is not known.
-        doubt = 1.0 + QUEUE_DOUBT * expected.queue_s / max(work_s, 1e-9)
-        surprise = max(surprise / doubt, min(surprise * doubt, 1.0))
-        self._learn_prefill(expected, surprise, cached_tokens, now)
+        self._settle(lane, now)
+        book = self._book(expected.model_id)
+        token_s = book.speeds(HolderId(expected.member.slot), now).prefill.first_s
+        lane.pending = _Sample(
+            expected=expected,
+            took_s=now - max(sent_at, before),
+            ended_at=now,
+            others_s=expected.others_s + seen.others_tokens * token_s,
+            was_idle=before <= sent_at,
+            cached_tokens=seen.cached_tokens,
+        )
+
+    def tick(self, now: float) -> None:
+        """Learn from what nobody else was computed with. O(workers)."""
+        for lane in self._lanes.values():
+            if lane.pending is not None and now - lane.pending.ended_at >= TOGETHER_S:
+                self._settle(lane, now)
 
     def whole_answer(self, expected: Expectation, usage: Usage, now: float) -> None:
         """Learn from an answer that came in one piece: by how much it took longer than such an
@@ -150,12 +216,16 @@ class SpeedBooks:
         total_s, tokens = usage.total_s, usage.completion_tokens
         if total_s is None or not 0 < total_s < inf or not tokens or tokens < 0:
             return
-        work_s = expected.queue_s + expected.compute_s + expected.load_s
+        did = self._work(expected, usage.cached_tokens, now)
+        work_s = expected.queue_s + did.compute_s + expected.load_s
         seen_s = max(total_s - work_s, 1e-6) / tokens
         token_s = self._token_s.get(expected.model_id, seen_s)
         self._token_s[expected.model_id] = token_s + 0.05 * (seen_s - token_s)
-        surprise = total_s / max(work_s + token_s * tokens, 1e-9)
-        self._learn_prefill(expected, surprise, usage.cached_tokens, now)
+        whole_s = work_s + token_s * tokens
+        doubt = 1.0 + (DOUBT - 1.0) * (expected.queue_s + expected.others_s) / max(whole_s, 1e-9)
+        surprise = total_s / max(whole_s, 1e-9)
+        surprise = max(surprise / doubt, min(surprise * doubt, 1.0))
+        self._learn(expected, did, surprise, now)
 
     # ---- parts
 
@@ -165,31 +235,59 @@ class SpeedBooks:
             book = self._books[model_id] = CostBook(self._policy)
         return book
 
-    def _learn_prefill(
-        self, expected: Expectation, surprise: float, cached_tokens: int | None, now: float
-    ) -> None:
-        tokens, context, compute_s = (
-            expected.tokens,
-            expected.context_tokens,
-            expected.compute_s,
-        )
-        book = self._book(expected.model_id)
-        worker = HolderId(expected.member.slot)
-        if cached_tokens is not None and abs(cached_tokens - context) > SAMPLE_TOKENS_MIN:
-            # It reused something else than was thought: what it then had to do, at its old speed.
-            tokens = max(tokens + context - cached_tokens, 1)
-            context = max(cached_tokens, 0)
-            believed_s = book.speeds(worker, now).predict_prefill_s(tokens, context)
-            work_s = expected.queue_s + compute_s
-            surprise *= work_s / max(expected.queue_s + believed_s, 1e-9)
-            compute_s = believed_s
+    def _settle(self, lane: _Lane, now: float) -> None:
+        """Learn from the pending sample of a lane, and forget it."""
+        sample, lane.pending = lane.pending, None
+        if sample is None or sample.expected.member.is_gone:
+            return
+        expected = sample.expected
+        did = self._work(expected, sample.cached_tokens, now)
+        least_s = did.compute_s + sample.together_s
+        most_s = least_s + DOUBT * sample.others_s
+        # What turned out to be cached may have been computed while this request waited.
+        most_s += max(0.0, DOUBT * (expected.compute_s - did.compute_s))
+        if sample.cached_tokens is None and not expected.is_hit_certain:
+            cold = self._work(expected, 0, now)
+            most_s = max(most_s, most_s - did.compute_s + cold.compute_s)
+        floor = self._floors.setdefault(expected.model_id, _Floor())
+        fixed_s = 0.0
+        if sample.was_idle:
+            if most_s == least_s:
+                floor.see(sample.took_s - least_s - expected.load_s, now)
+            fixed_s = floor.seconds
+        took_s = max(sample.took_s - fixed_s, 1e-6)
+        if expected.load_source is not None and expected.load_s > LOAD_SHARE_MIN * took_s:
+            self._learn_load(expected, took_s, sample.cached_tokens, now)
+            return
+        took_s = max(took_s - expected.load_s, 1e-6)
+        if least_s < floor.seconds and took_s < SLOW_FACTOR * (least_s + floor.seconds):
+            return
+        if most_s == least_s or not least_s <= took_s <= most_s:
+            explained_s = most_s if took_s > most_s else least_s
+            self._learn(expected, did, took_s / max(explained_s, 1e-9), now)
+
+    def _work(self, expected: Expectation, cached_tokens: int | None, now: float) -> "_Work":
+        """What a request had to compute, in seconds of its worker as it is believed to be."""
+        context = expected.context_tokens
+        if cached_tokens is None or abs(cached_tokens - context) <= SAMPLE_TOKENS_MIN:
+            return _Work(expected.tokens, expected.context_tokens, expected.compute_s)
+        context = max(cached_tokens, 0)
+        tokens = max(expected.tokens + expected.context_tokens - context, 1)
+        speeds = self._book(expected.model_id).speeds(HolderId(expected.member.slot), now)
+        return _Work(tokens, context, speeds.predict_prefill_s(tokens, context))
+
+    def _learn(self, expected: Expectation, did: "_Work", surprise: float, now: float) -> None:
+        """Take in that some work took `surprise` times what it should have."""
+        if expected.member.is_gone:
+            return
+        book, worker = self._book(expected.model_id), HolderId(expected.member.slot)
+        tokens, compute_s = did.tokens, did.compute_s
         if tokens < SAMPLE_TOKENS_MIN:
             tokens = SAMPLE_TOKENS_MIN
-            compute_s = book.speeds(worker, now).predict_prefill_s(tokens, context)
-        if not expected.member.is_gone:
-            self._users[worker] = expected.model_id
-            sample = PrefillSample(tokens, context, compute_s * surprise)
-            book.observe_prefill(worker, sample, now)
+            compute_s = book.speeds(worker, now).predict_prefill_s(tokens, did.context_tokens)
+        self._users[worker] = expected.model_id
+        sample = PrefillSample(tokens, did.context_tokens, compute_s * surprise)
+        book.observe_prefill(worker, sample, now)
 
     def _learn_load(
         self, expected: Expectation, took_s: float, cached_tokens: int | None, now: float
@@ -200,7 +298,7 @@ class SpeedBooks:
         loaded = cached_tokens is None or cached_tokens >= expected.context_tokens
         if source is None or expected.member.is_gone or not loaded:
             return
-        left_s = took_s - expected.queue_s - expected.compute_s
+        left_s = took_s - expected.compute_s
         if left_s > 0:
             worker = HolderId(expected.member.slot)
             self._users[worker] = expected.model_id

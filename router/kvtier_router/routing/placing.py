@@ -21,7 +21,7 @@ from kvtier.limits import BATCH_BLOCKS_MAX, PROMPT_TOKENS_MAX, RESERVATION_TTL_M
 from kvtier.types import Trust
 from kvtier_router.routing.config import RoutingConfig
 from kvtier_router.routing.fleet import FleetView
-from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
+from kvtier_router.routing.learning import Expectation, FirstToken, SpeedBooks, TokenAudits
 from kvtier_router.routing.ports import IndexSource
 from kvtier_router.routing.roster import Roster
 from kvtier_router.routing.standing import Standing
@@ -118,7 +118,13 @@ class Placed:
         now = self._desk.clock()
         self.prefilled(now)
         desk = self._desk
-        desk.books.first_token(self._intent.expected, ttft_s, cached_tokens, now)
+        expected, others_tokens = self._intent.expected, 0.0
+        holder = expected.member.holder
+        if desk.source is not None and holder is not None:
+            foreign = desk.source.look().foreign_tokens
+            others_tokens = float(foreign[holder]) if holder < len(foreign) else 0.0
+        seen = FirstToken(ttft_s, cached_tokens, others_tokens)
+        desk.books.first_token(expected, seen, now)
         if desk.standing.is_probing(self.slot, now):
             self._report(Outcome.SUCCESS, now)
 
@@ -206,6 +212,7 @@ class Placements:
         roster.own_requests[slot] += 1
         roster.own_kv_tokens[slot] += intent.kv_tokens
         roster.recent_tokens[slot] += expected.tokens
+        roster.see_tokens(expected.tokens)
         self._reserve(placed.key, intent)
         self._later(now + intent.ttl_s, _Due.PREFILLED, placed)
         return placed

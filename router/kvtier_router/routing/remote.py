@@ -76,7 +76,9 @@ class RemoteFleet:
     def look(self) -> ReplicaLook:
         trust = Trust.EXACT if self._is_current else Trust.DEGRADED
         age_s = 0.0 if self._is_current else self._clock() - self._lost_at
-        return ReplicaLook(self._holders, self._changes_count, self._foreign, trust, age_s)
+        return ReplicaLook(
+            self._holders, self._changes_count, self._foreign, self._foreign, trust, age_s
+        )
 
     def match(self, hashes: Hashes, pool: Pool | None = None) -> ReplicaMatch:
         """Nothing: whoever wants to know asks the index."""

@@ -81,6 +81,8 @@ class Roster:
         """Neither hidden nor draining nor gone."""
         self.holders: Ints = np.zeros(0, np.int64)
         """Number in the index in use; -1 for none."""
+        self.mean_tokens = 512.0
+        """What a request computes, about."""
         self._decayed_at = -inf
 
     def __len__(self) -> int:
@@ -129,24 +131,37 @@ class Roster:
         self.is_open[slot] = not (member.is_gone or member.is_draining or member.is_hidden)
         self.holders[slot] = -1 if member.view is None else member.view.holder
 
-    def take_load(self, member: Member, foreign_tokens: int, distrust_s: float) -> None:
-        """Take over a report: what it counts and no router has reserved is beyond all routers.
+    def take_load(self, member: Member, foreign_requests: int, distrust_s: float) -> None:
+        """Take over a report: the waiting requests that no router has reserved are beyond all
+        routers, with their part of the waiting tokens.
 
-        A report counts requests that routers know of as well; without this they would weigh twice.
+        A report counts requests that routers know of as well, which would weigh twice. Requests
+        are compared, not tokens: a router reserves what will be computed, while a worker may not
+        know yet how much of what waits is cached.
         """
         view, slot = member.view, member.slot
         if view is None:
             return
         load = view.load
-        known = self.own_tokens[slot] + foreign_tokens
-        self.queued_beyond[slot] = max(0.0, load.queued_prefill_tokens - known)
+        known = self.own_requests[slot] - self.own_decoding[slot] + foreign_requests
+        reported = max(load.waiting_requests, 1 if load.queued_prefill_tokens else 0)
+        beyond = max(0.0, reported - known)
+        each = load.queued_prefill_tokens / max(reported, 1) or self.mean_tokens
+        self.queued_beyond[slot] = beyond * each
         self.queued_at[slot] = view.heard_at
         running = load.running_requests + load.waiting_requests
         self.other_running[slot] = max(0.0, running - self.own_requests[slot])
-        self.other_kv_tokens[slot] = max(0.0, load.running_tokens - self.own_kv_tokens[slot])
+        pinned = float(load.running_tokens)
+        if load.total_blocks:
+            pinned = float((load.total_blocks - load.free_blocks) * member.card.block_tokens)
+        self.other_kv_tokens[slot] = max(0.0, pinned - self.own_kv_tokens[slot])
         self.distrust_s[slot] = distrust_s if view.trust is Trust.DEGRADED else 0.0
 
-    def decay(self, now: float, half_life_s: float = 60.0) -> None:
+    def see_tokens(self, tokens_count: int) -> None:
+        """Take in what one request computes, for workers that count only requests."""
+        self.mean_tokens += 0.02 * (tokens_count - self.mean_tokens)
+
+    def decay(self, now: float, half_life_s: float = 15.0) -> None:
         """Let `recent_tokens` fade; at most ten times a second."""
         if now - self._decayed_at < 0.1:
             return

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -251,6 +251,7 @@ class Router:
         now = self._clock()
         self._look()
         self._placements.tick(now)
+        self._books.tick(now)
         self._fleet.tick(now)
 
     @property
@@ -358,6 +359,9 @@ class Router:
         if case.knowledge is Knowledge.STALE and case.look is not None:
             age_s = case.look.age_s
         fleet.age_s = self._roster.distrust_s[table.slots] + age_s
+        fleet.ranks = None
+        if case.hashes and case.knowledge is not Knowledge.HASHED:
+            fleet.ranks = partial(self._ranks, case)
         request = Ask(case.prompt_tokens, ask.stage, table.shares)
         return self._by_policy(case, request, speeds), speeds
 
@@ -391,6 +395,13 @@ class Router:
             heat = self._heat[table.name] = PrefixHeat()
         key = heat.key(hashes, depth, int(table.fleet.eligible.sum()))
         return self._chooser.by_hash(table, request, key)
+
+    def _ranks(self, case: _Case, reused_tokens: float) -> Floats:
+        """Ranks by the hash that siblings have in common beyond what is reused."""
+        number = next(n for n, hashes in enumerate(case.hashes) if len(hashes))
+        hashes, pool = case.hashes[number], case.table.groups[number].pool
+        beyond = int(reused_tokens + self._config.affinity_tokens) // pool.block_tokens
+        return case.table.hashing.ranks(int(hashes[min(beyond, len(hashes) - 1)]))
 
     # ---- what follows from a choice
 
@@ -532,31 +543,35 @@ def _held_of(table: Table, matches: Sequence[tuple[int, Match]]) -> Floats:
 def _expectation(case: _Case, choice: Choice, speeds: SpeedTable) -> Expectation:
     """What the choice says of the chosen worker's next seconds."""
     table, row = case.table, choice.row
-    prompt, fleet = case.prompt_tokens, table.fleet
-    member, model_id = table.members[row], table.group(row).pool.model_id
+    prompt, fleet, member = case.prompt_tokens, table.fleet, table.members[row]
     token_s = float(speeds.prefill_token_s[row])
-    pair_s = float(speeds.prefill_pair_s[row])
-    if choice.decision is None or case.ask.stage is Role.DECODE:
-        queue_s = token_s * float(fleet.queued_tokens[row] + fleet.reserved_tokens[row])
-        compute_s = prompt * (token_s + pair_s * prompt / 2.0)
-        return Expectation(member, model_id, prompt, 0, queue_s, compute_s, 0.0, None, 0)
-    costs = choice.decision.costs
-    queue_s, compute_s = float(costs.queue_s[row]), float(costs.compute_s[row])
-    load_s = max(float(costs.load_s[row]) - queue_s, 0.0)
-    reused = int(costs.reused_tokens[row])
-    source, load_bytes = None, 0
-    if load_s > 0.0:
-        source, load_bytes = _loaded_from(fleet.held_tokens[row].tolist(), member)
+    others = float(fleet.queued_tokens[row])
+    if case.look is not None and table.has_holder[row]:
+        holder, foreign = int(table.holders[row]), case.look.foreign_tokens
+        others += float(foreign[holder]) if holder < len(foreign) else 0.0
+    queue_s = token_s * float(fleet.queued_tokens[row] + fleet.reserved_tokens[row])
+    compute_s = prompt * (token_s + float(speeds.prefill_pair_s[row]) * prompt / 2.0)
+    load_s, reused, load_bytes, source, is_certain = 0.0, 0, 0, None, False
+    if choice.decision is not None and case.ask.stage is not Role.DECODE:
+        costs, held = choice.decision.costs, fleet.held_tokens[row].tolist()
+        queue_s, compute_s = float(costs.queue_s[row]), float(costs.compute_s[row])
+        load_s = max(float(costs.load_s[row]) - queue_s, 0.0)
+        reused = int(costs.reused_tokens[row])
+        is_certain = case.knowledge is Knowledge.FRESH and not held[Source.PREDICTED]
+        if load_s > 0.0:
+            source, load_bytes = _loaded_from(held, member)
     return Expectation(
         member=member,
-        model_id=model_id,
+        model_id=table.group(row).pool.model_id,
         tokens=max(prompt - reused, 1),
         context_tokens=reused,
         queue_s=queue_s,
+        others_s=others * token_s,
         compute_s=compute_s,
         load_s=load_s,
         load_source=source,
         load_bytes=load_bytes,
+        is_hit_certain=is_certain,
     )
 
 

@@ -46,6 +46,9 @@ class Standing:
         self._ramping.pop(slot, None)
         self._ejected -= {HolderId(slot)}
 
+    def reported(self, member: Member, tokens_per_s: float, now: float) -> None:
+        """Speed is no matter of health."""
+
     # ---- calls and their outcomes
 
     def permit(self, slot: int, now: float) -> Permit | None:

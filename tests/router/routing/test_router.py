@@ -575,9 +575,10 @@ def test_prefill_speed_is_learnt_from_times_to_first_token(tokens_per_s: float) 
     bench = Bench(1)
     for number in range(30):
         decision = bench.route(words(f"p{number}", 4000))
+        bench.advance(4000 / tokens_per_s + 0.003)
         decision.placement.first_token(4000 / tokens_per_s + 0.003, 0)
         decision.placement.finished(Usage())
-        bench.advance(1.0)
+        bench.advance(0.5)
     measured = bench.router.workers()[0].prefill_tokens_per_s
     assert measured == pytest.approx(tokens_per_s, rel=0.25)
 
