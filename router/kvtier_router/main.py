@@ -11,7 +11,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TextIO
@@ -31,6 +31,7 @@ from kvtier.text.model import TextModel
 from kvtier_router import metrics as table
 from kvtier_router.brain import Brain, open_brain
 from kvtier_router.config import RouterConfig, check_listen, pairs
+from kvtier_router.front.access_log import AccessLog
 from kvtier_router.front.admin import Admin, AdminParts
 from kvtier_router.front.app import Front, FrontParts, FrontPolicy
 from kvtier_router.front.credentials import Credentials
@@ -80,6 +81,8 @@ async def serve(
         tenants = TenantBook(config.tenants.keys_file, config.tenants.secret())
         if tenants.is_open:
             LOG.warning("open mode: everybody is let in, and nothing separates tenants")
+        access = AccessLog(log)
+        stack.push_async_callback(asyncio.to_thread, access.close)
         queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
         relay = Relay(_relay_parts(config, made, upstream, clock))
         prompts = PromptReader(NamedTexts(load_texts(config)))
@@ -93,6 +96,7 @@ async def serve(
             front_metrics=table.FrontMetrics(telemetry.metrics),
             metrics=telemetry.metrics,
             tracer=telemetry.tracer,
+            access=access,
             clock=clock,
         )
         front = Front(parts, _policy(config))
@@ -100,6 +104,7 @@ async def serve(
         table.bind_relay(telemetry.metrics, relay)
         table.bind_server(telemetry.metrics, server, queue)
         table.bind_brain(telemetry.metrics, brain)
+        table.bind_access(telemetry.metrics, lambda: access.dropped_count)
         table.bind_keys(telemetry.metrics, lambda: tenants.reload_errors)
         admin_parts = AdminParts(brain, prompts, telemetry.metrics, front.unready, _no_news)
         admin = HttpServer(Admin(admin_parts), config.http, clock)
@@ -108,7 +113,8 @@ async def serve(
         bound = bind_public(config.listen.bind, shared=config.workers > 1)
         port = int(bound.getsockname()[1])
         await server.listen(bound, _server_tls(config))
-        ticking = asyncio.create_task(_tick(brain, queue, (server, admin), upstream))
+        chores = (brain.tick, queue.pump, upstream.sweep, server.sweep, admin.sweep, access.flush)
+        ticking = asyncio.create_task(_tick(chores))
         stack.push_async_callback(_cancelled, ticking)
         LOG.info("serving", bind=config.listen.bind, port=port, admin_port=admin_port)
         try:
@@ -246,19 +252,12 @@ def _no_news(worker: WorkerName, drains: bool) -> None:
     """There are no other processes to tell."""
 
 
-async def _tick(
-    brain: RoutingBrain,
-    queue: RequestQueue,
-    servers: tuple[HttpServer, ...],
-    upstream: Upstream,
-) -> None:
+async def _tick(chores: Sequence[Callable[[], None]]) -> None:
+    """What has to be done ten times a second."""
     while True:
         await asyncio.sleep(TICK_S)
-        brain.tick()
-        queue.pump()
-        upstream.sweep()
-        for server in servers:
-            server.sweep()
+        for chore in chores:
+            chore()
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -116,6 +116,11 @@ KEYS_RELOAD_ERRORS: Final = MetricDef(
     "kvtier_router_keys_reload_errors_total",
     "Changes of the keys file that were refused.",
 )
+ACCESS_DROPPED: Final = MetricDef(
+    _COUNTER,
+    "kvtier_router_access_lines_dropped_total",
+    "Request lines that were lost because the log's reader was too slow or gone.",
+)
 
 DEFINITIONS: Final = (
     REQUESTS,
@@ -140,6 +145,7 @@ DEFINITIONS: Final = (
     DEGRADED,
     ELIGIBLE,
     KEYS_RELOAD_ERRORS,
+    ACCESS_DROPPED,
 )
 
 
@@ -200,3 +206,7 @@ def bind_brain(metrics: Metrics, brain: RoutingBrain) -> None:
 
 def bind_keys(metrics: Metrics, errors: Callable[[], int]) -> None:
     metrics.pull(KEYS_RELOAD_ERRORS, lambda: [((), errors())])
+
+
+def bind_access(metrics: Metrics, dropped: Callable[[], int]) -> None:
+    metrics.pull(ACCESS_DROPPED, lambda: [((), dropped())])

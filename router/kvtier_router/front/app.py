@@ -19,10 +19,10 @@ from kvtier.errors import (
     OverloadedError,
 )
 from kvtier.openai.errors import Fault, ParameterError
-from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvtier.telemetry.tracing import Tracer
 from kvtier_router.front import answers
+from kvtier_router.front.access_log import AccessLog, quoted
 from kvtier_router.front.calls import PATHS, Api, Call, read_call, require_json
 from kvtier_router.front.prompts import PromptReader
 from kvtier_router.front.queue import RequestQueue
@@ -35,7 +35,6 @@ from kvtier_router.routing.values import RoutingBrain
 from kvtier_router.web.server import Exchange
 from kvtier_router.web.values import Head, Refused, Reply
 
-ACCESS: Final = EventLog("kvtier_router.access")
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _READ_METHODS: Final = frozenset({"GET", "DELETE"})
@@ -68,6 +67,7 @@ class FrontParts:
     front_metrics: FrontMetrics
     metrics: Metrics
     tracer: Tracer
+    access: AccessLog
     clock: Callable[[], float]
 
 
@@ -139,7 +139,10 @@ class Front:
     async def _other(self, exchange: Exchange, api: Api | None) -> None:
         path = exchange.head.path
         if path == "/v1/models" or path.startswith("/v1/models/"):
-            exchange.reply(self._models(exchange.head))
+            try:
+                exchange.reply(self._models(exchange.head))
+            except KvtierError as error:
+                exchange.reply(answers.error_answer(error))
         elif api is not None and api is not Api.RESPONSES:
             exchange.reply(answers.method_error("POST"))
         else:
@@ -198,13 +201,8 @@ class Front:
             else:
                 status = error.http_status
                 exchange.reply(answers.error_answer(error, (("x-request-id", request_id),)))
-                ACCESS.info(
-                    "request",
-                    id=request_id,
-                    api=api.value,
-                    status=status,
-                    error=type(error).__name__,
-                )
+                name = type(error).__name__
+                parts.access.add(f"id={request_id} api={api.value} status={status} error={name}")
         finally:
             parts.front_metrics.answered(api, status)
             if job is not None:
@@ -282,21 +280,14 @@ class Front:
             parts.front_metrics.decision.observe(decision.decided_in_s)
             model = decision.target.model
             parts.front_metrics.routed(model, decision.prompt_tokens, matched)
-        ACCESS.info(
-            "request",
-            id=job.request_id,
-            api=job.call.api.value,
-            model=job.call.model,
-            tenant=job.tenant.tenant_id,
-            status=job.status,
-            worker="" if decision is None else decision.worker.instance,
-            prompt_count=job.prompt.count,
-            matched_count=matched,
-            attempts=job.attempts,
-            resumed=job.resumed,
-            ttft_ms=None if job.ttft_s is None else round(job.ttft_s * 1e3, 2),
-            total_ms=round(total_s * 1e3, 2),
-            error=job.error,
+        ttft = "null" if job.ttft_s is None else f"{job.ttft_s * 1e3:.2f}"
+        worker = "" if decision is None else decision.worker.instance
+        parts.access.add(
+            f"id={job.request_id} api={job.call.api.value} model={quoted(job.call.model)}"
+            f" tenant={quoted(job.tenant.tenant_id)} status={job.status}"
+            f" worker={quoted(worker)} prompt_count={job.prompt.count} matched_count={matched}"
+            f" attempts={job.attempts} resumed={job.resumed} ttft_ms={ttft}"
+            f" total_ms={total_s * 1e3:.2f} error={quoted(job.error)}"
         )
 
 

@@ -101,6 +101,9 @@ class Job:
     usage: openai_usage.Usage | None = None
     resumed: int = 0
     excluded: set[WorkerName] = field(default_factory=set)
+    shown: list[tuple[str, str]] | None = None
+    """Response headers of `shown_for`."""
+    shown_for: RouteDecision | None = None
     sent_before: bytes = b""
     """What the client has from workers that died."""
 
@@ -288,10 +291,12 @@ class Relay:
         return request_bytes(call.method, origin.prefix + call.path, headers, body)
 
     def _shown(self, job: Job, decision: RouteDecision) -> list[tuple[str, str]]:
-        shown = [("x-request-id", job.request_id)]
-        if self._parts.policy.shows_decision:
-            shown += decision.headers().items()
-        return shown
+        if job.shown is None or job.shown_for is not decision:
+            job.shown = [("x-request-id", job.request_id)]
+            job.shown_for = decision
+            if self._parts.policy.shows_decision:
+                job.shown += decision.headers().items()
+        return job.shown
 
     def _report(self, job: Job, decision: RouteDecision, outcome: Outcome, total_s: float) -> None:
         """Tell the brain how the attempt went."""
