@@ -147,6 +147,8 @@ class Worker:
             "choices": choices,
             "usage": self.usage(prompt, most),
         }
+        if body.get("return_token_ids"):
+            answer["prompt_token_ids"] = prompt
         return web.json_response(answer)
 
     async def stream(

@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.core.scopes import private_scope, scope_salt, shared_scope
 from kvtier.errors import CallerError, ConfigError, LimitError, UnauthenticatedError
+from kvtier.security.clock import Clock
 from kvtier.types import TenantId
 from kvtier_router.config import HttpListenConfig, RouterConfig, check_listen
 from kvtier_router.front.credentials import parse_credentials
@@ -184,20 +185,12 @@ def test_a_keys_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_broken_change_keeps_the_keys_that_were_good(tmp_path: Path) -> None:
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
-
-        def wall(self) -> float:
-            return self.now
-
-    clock = Clock()
+    now = [0.0]
+    clock = Clock(wall=lambda: now[0], monotonic=lambda: now[0])
     path = keys_file(tmp_path, tenant("a", "key-a"))
     book = TenantBook(path, SECRET.encode(), clock)
     path.write_text("broken", encoding="utf-8")
-    clock.now = 10.0
+    now[0] = 10.0
     assert book.find("Bearer key-a").tenant_id == "a"
     assert book.reload_errors == 1
     for bad in (None, "", "Basic key-a", "Bearer ", "Bearer " + "x" * 10_000, "Bearer \udcff"):
