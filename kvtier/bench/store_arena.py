@@ -1,16 +1,17 @@
 """The co-located arena against memcpy, and what it wastes: rows of `kvtier bench store`.
 
-A store process serves an arena; this process is its client. Every byte that is got is verified,
-every byte that is put is verified by the store before it is published. Batches of 32 blocks of
-plain memcpy (the C library's, same thread, same block size) and of the arena alternate; sources
-are 512 MiB each, walked from end to end, destinations are touched before. Figures are medians, a
-ratio is formed within a pair of neighbouring batches.
+A store process serves an arena; this process is its client; each has a CPU of its own. Every byte
+that is got is verified, every byte that is put is verified by the store before it is published.
+Batches of 32 blocks of plain memcpy (the C library's, same thread, same block size) and of the
+arena alternate; sources are 512 MiB each, walked from end to end, destinations are touched before.
+Figures are medians, a ratio is formed within a pair of neighbouring batches.
 """
 
 import argparse
 import asyncio
 import ctypes
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.bench.cpus import apart
 from kvtier.bench.report import Bar, Result
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import UnavailableError
@@ -61,8 +63,10 @@ def rows(arguments: argparse.Namespace) -> list[Result]:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         store = context.Process(target=serve, args=(path, 2 * size, theirs), daemon=True)
+        cpus = os.sched_getaffinity(0)
         store.start()
         try:
+            apart(store.pid or 0)
             if not ours.poll(START_S):
                 raise UnavailableError("the bench's store has not started")
             ours.recv_bytes()
@@ -73,6 +77,7 @@ def rows(arguments: argparse.Namespace) -> list[Result]:
             ours.send_bytes(b"stop")
             store.join(START_S)
         finally:
+            os.sched_setaffinity(0, cpus)
             store.kill()
             store.join()
     used = "arena bytes used / live"

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.bench.cpus import apart
 from kvtier.bench.report import Bar, Result
 from kvtier.client.store import ReadTerms, StoreClientConfig
 from kvtier.client.store_blocking import BlockStoreClient
@@ -102,17 +103,6 @@ def a_store(dram_bytes: int) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(START_S)
-
-
-def apart(store_pid: int) -> None:
-    """Give the store and this process CPUs of their own, where there are two.
-
-    Else a machine that does other things runs both on one, and a put waits for itself.
-    """
-    cpus = sorted(os.sched_getaffinity(0))
-    if len(cpus) > 1:
-        os.sched_setaffinity(store_pid, cpus[1:])
-        os.sched_setaffinity(0, cpus[:1])
 
 
 def wait_for(client: BlockStoreClient) -> None:
