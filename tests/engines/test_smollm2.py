@@ -10,7 +10,7 @@ from kvtier.paged.runner import Slice
 from tests.support.paged_models import smollm2
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_smollm2_answers_on_paged_kv(tmp_path_factory: pytest.TempPathFactory) -> None:
     torch.set_num_threads(2)
     source = smollm2(tmp_path_factory)
