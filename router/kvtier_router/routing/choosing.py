@@ -43,13 +43,20 @@ def scatter(table: Table, group: int, result: MatchResult, held: Floats) -> None
     if len(result) == 0:
         return
     rows = table.rows_by_holder[group].take(result.workers, mode="clip")
+    sources, tokens = (
+        result.run_sources,
+        result.run_blocks * float(table.groups[group].pool.block_tokens),
+    )
+    if len(sources) == len(rows):  # one run a worker, the common case: no row comes twice
+        if rows.min() < 0:
+            known = rows >= 0
+            rows, sources, tokens = rows[known], sources[known], tokens[known]
+        held[rows, sources] += tokens
+        return
     per_run = np.repeat(rows, np.diff(result.run_offsets))
-    where = per_run * SOURCES_COUNT + result.run_sources
-    tokens = result.run_blocks * float(table.groups[group].pool.block_tokens)
     known = per_run >= 0
-    if not known.all():
-        where, tokens = where[known], tokens[known]
-    held += np.bincount(where, tokens, held.size).reshape(held.shape)
+    where = (per_run * SOURCES_COUNT + sources)[known]
+    held += np.bincount(where, tokens[known], held.size).reshape(held.shape)
 
 
 def foreign_tokens(table: Table, by_holder: Ints) -> Floats:

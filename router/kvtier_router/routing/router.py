@@ -36,7 +36,7 @@ from kvtier_router.routing.choosing import (
     scatter,
 )
 from kvtier_router.routing.config import RoutingConfig
-from kvtier_router.routing.fleet import FleetView, Table
+from kvtier_router.routing.fleet import FleetView, Group, Table
 from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
 from kvtier_router.routing.placing import RESERVED_S_MIN, Desk, Intent, Placements
 from kvtier_router.routing.ports import Hashes, IndexSource, RemoteMatcher
@@ -276,22 +276,12 @@ class Router:
         look = self._look()
         table = self._fleet.table(ask.served_name)
         knowledge, cause = self._knowledge(ask, table, look)
-        case = _Case(ask, now, table, look, knowledge, cause, ())
-        if knowledge is Knowledge.LOAD_ONLY:
-            return case
-        hashes = tuple(
-            prefix_hashes(
-                _root(group.pool, ask.scope_salt, group.adapter),
-                ask.tokens,
-                group.pool.block_tokens,
-            )
-            if group.is_indexable
-            else _NO_HASHES
-            for group in table.groups
-        )
-        if not any(len(one) for one in hashes):
-            return replace(case, knowledge=Knowledge.LOAD_ONLY, cause="shorter than a block")
-        return replace(case, hashes=hashes)
+        hashes: tuple[Hashes, ...] = ()
+        if knowledge is not Knowledge.LOAD_ONLY:
+            hashes = tuple([_hashes(group, ask) for group in table.groups])
+            if not any(len(one) for one in hashes):
+                knowledge, cause, hashes = Knowledge.LOAD_ONLY, "shorter than a block", ()
+        return _Case(ask, now, table, look, knowledge, cause, hashes)
 
     def _knowledge(
         self, ask: RouteAsk, table: Table, look: ReplicaLook | None
@@ -516,6 +506,14 @@ class Router:
             raise NotFoundError(f"worker {worker.instance!r} rank {worker.dp_rank} is not known")
         member.is_draining = is_draining
         self._fleet.redraw(member)
+
+
+def _hashes(group: Group, ask: RouteAsk) -> Hashes:
+    """The prefix chain of one prompt in one group; empty where its blocks have no name."""
+    if not group.is_indexable:
+        return _NO_HASHES
+    root = _root(group.pool, ask.scope_salt, group.adapter)
+    return prefix_hashes(root, ask.tokens, group.pool.block_tokens)
 
 
 def _nothing_held(table: Table) -> Floats:
