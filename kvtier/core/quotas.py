@@ -133,6 +133,21 @@ class Quotas:
             bucket.refill(now)
             bucket.tokens = min(bucket.quota.tokens_burst, bucket.tokens - tokens_delta)
 
+    def charge(
+        self, tenant_id: TenantId, quota: Quota, used: tuple[float, float], now: float
+    ) -> None:
+        """Charge (requests, tokens) that somebody else granted to the tenant; mutates. A debt is
+        possible, of three bursts at most: nobody is locked out for long by what cannot be undone.
+        O(1), seldom O(tenants)."""
+        requests, tokens = used
+        if not (0 <= requests < inf and -inf < tokens < inf):
+            raise CallerError(f"used must be finite, got {used!r}")
+        bucket = self._bucket(tenant_id, quota, now)
+        if bucket is None:
+            return
+        bucket.requests = _charged(bucket.requests, requests, quota.requests_burst)
+        bucket.tokens = _charged(bucket.tokens, tokens, quota.tokens_burst)
+
     def _bucket(self, tenant_id: TenantId, quota: Quota, now: float) -> _Bucket | None:
         bucket = self._buckets.get(tenant_id)
         if bucket is None:
@@ -160,6 +175,10 @@ class Quotas:
 
 def _refilled(level: float, per_s: float, passed_s: float, burst: float) -> float:
     return burst if burst == inf else min(burst, level + per_s * passed_s)
+
+
+def _charged(level: float, used: float, burst: float) -> float:
+    return burst if burst == inf else min(burst, max(level - used, -3.0 * burst))
 
 
 def _wait_s(missing: float, per_s: float) -> float:

@@ -128,6 +128,28 @@ class RelayConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GossipConfig:
+    """Small datagrams among routers: what tenants used, and which workers are drained.
+
+    They are authenticated by the cluster's secret and name no tenant; the processes of one router
+    need no setting for it.
+    """
+
+    bind: str | None = None
+    """host:port for datagrams of other routers; process i takes port + i."""
+    peers: tuple[str, ...] = ()
+    """host:port of every process of every other router."""
+
+    def __post_init__(self) -> None:
+        for text in (*self.peers, *(() if self.bind is None else (self.bind,))):
+            if text.startswith("unix:"):
+                raise ConfigError("gossip addresses are host:port")
+            parse_address(text)
+        if self.peers and self.bind is None:
+            raise ConfigError("gossip.peers needs gossip.bind")
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig(Root):
     """All settings of `kvtier router`."""
 
@@ -157,6 +179,8 @@ class RouterConfig(Root):
     """Deadline of a match by the remote index; past it the prompt is hashed."""
     tenants: TenantsConfig = field(default_factory=TenantsConfig)
     """API keys."""
+    gossip: GossipConfig = field(default_factory=GossipConfig)
+    """Other routers."""
     upstream: UpstreamConfig = field(default_factory=UpstreamConfig)
     """Calls of workers."""
     http: HttpLimits = field(default_factory=HttpLimits)
@@ -177,6 +201,8 @@ class RouterConfig(Root):
             raise ConfigError(f"workers must be 1 to {_PROCESSES_MAX}")
         if self.admin_bind and parse_address(self.admin_bind).reach is Reach.NETWORK:
             raise ConfigError(f"admin_bind {self.admin_bind} is reachable from other machines")
+        if self.gossip.peers and self.tenants.cluster_secret is None:
+            raise ConfigError("gossip.peers needs tenants.cluster_secret")
         if not 1 <= self.match_ms_max <= 10_000:
             raise ConfigError("match_ms_max must be 1 to 10000")
         if self.drain_delay_ms < 0 or self.drain_ms_max < 0:

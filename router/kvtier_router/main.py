@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
@@ -41,6 +42,13 @@ from kvtier_router.front.quota import QuotaDesk
 from kvtier_router.front.relay import Relay, RelayParts, RelayPolicy
 from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.tenants import TenantBook
+from kvtier_router.gossip import (
+    Gossip,
+    GossipSockets,
+    drain_quietly,
+    open_link,
+    open_sockets,
+)
 from kvtier_router.processes import supervise
 from kvtier_router.routing.values import RoutingBrain
 from kvtier_router.web.server import HttpServer
@@ -51,6 +59,18 @@ TICK_S: Final = 0.1
 
 BrainMaker = Callable[[RouterConfig, int], contextlib.AbstractAsyncContextManager[Brain]]
 """(configuration, number of the process) -> the brain while entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of the processes that share a port this one is."""
+
+    process: int = 0
+    gossip: GossipSockets | None = None
+    """None: alone."""
+
+
+ALONE: Final = Place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +86,22 @@ class RunningRouter:
 
 @contextlib.asynccontextmanager
 async def serve(
-    config: RouterConfig, log: TextIO, make_brain: BrainMaker, process: int = 0
+    config: RouterConfig, log: TextIO, make_brain: BrainMaker, place: Place
 ) -> AsyncIterator[RunningRouter]:
-    """Serve while entered; then drain. `process` is the number among those that share the port."""
+    """Serve while entered; then drain."""
     check_listen(config)
     clock = time.monotonic
     async with contextlib.AsyncExitStack() as stack:
         service = Service("router", table.DEFINITIONS, live=lambda: True)
         telemetry = await stack.enter_async_context(open_telemetry(config.telemetry, service, log))
-        made = await stack.enter_async_context(make_brain(config, process))
+        made = await stack.enter_async_context(make_brain(config, place.process))
         brain = made.routing
         upstream = Upstream(config.upstream.limits, clock, _upstream_tls(config.upstream.ca_file))
         stack.callback(upstream.close)
         tenants = TenantBook(config.tenants.keys_file, config.tenants.secret())
         if tenants.is_open:
             LOG.warning("open mode: everybody is let in, and nothing separates tenants")
+        quotas = QuotaDesk(clock)
         access = AccessLog(log)
         stack.push_async_callback(asyncio.to_thread, access.close)
         queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
@@ -90,7 +111,7 @@ async def serve(
             brain=brain,
             relay=relay,
             queue=queue,
-            quotas=QuotaDesk(clock),
+            quotas=quotas,
             tenants=tenants,
             prompts=prompts,
             front_metrics=table.FrontMetrics(telemetry.metrics),
@@ -106,14 +127,20 @@ async def serve(
         table.bind_brain(telemetry.metrics, brain)
         table.bind_access(telemetry.metrics, lambda: access.dropped_count)
         table.bind_keys(telemetry.metrics, lambda: tenants.reload_errors)
-        admin_parts = AdminParts(brain, prompts, telemetry.metrics, front.unready, _no_news)
+        gossip = Gossip(_secret(config, place), quotas, tenants, partial(_follow, brain))
+        admin_parts = AdminParts(brain, prompts, telemetry.metrics, front.unready, gossip.order)
         admin = HttpServer(Admin(admin_parts), config.http, clock)
-        admin_port = await _listen_admin(admin, config.admin_bind, process)
+        admin_port = await _listen_admin(admin, config.admin_bind, place.process)
         stack.push_async_callback(admin.drain, 0.5)
         bound = bind_public(config.listen.bind, shared=config.workers > 1)
         port = int(bound.getsockname()[1])
         await server.listen(bound, _server_tls(config))
-        chores = (brain.tick, queue.pump, upstream.sweep, server.sweep, admin.sweep, access.flush)
+        chores = [brain.tick, queue.pump, upstream.sweep, server.sweep, admin.sweep, access.flush]
+        if place.gossip is not None:
+            peers = config.gossip.peers
+            link = await open_link(place.gossip, place.process, peers, gossip)
+            stack.callback(link.close)
+            chores.append(link.tell)
         ticking = asyncio.create_task(_tick(chores))
         stack.push_async_callback(_cancelled, ticking)
         LOG.info("serving", bind=config.listen.bind, port=port, admin_port=admin_port)
@@ -248,8 +275,15 @@ def _upstream_tls(ca_file: Path | None) -> ssl.SSLContext | None:
         raise ConfigError(f"{ca_file}: {error}") from error
 
 
-def _no_news(worker: WorkerName, drains: bool) -> None:
-    """There are no other processes to tell."""
+def _secret(config: RouterConfig, place: Place) -> bytes:
+    if place.gossip is not None:
+        return place.gossip.secret
+    return config.tenants.secret() or b"nobody listens"
+
+
+def _follow(brain: RoutingBrain, worker: WorkerName, drains: bool) -> None:
+    """Do what an operator said to another process or router."""
+    drain_quietly(brain.drain if drains else brain.undrain, worker)
 
 
 async def _tick(chores: Sequence[Callable[[], None]]) -> None:
@@ -267,7 +301,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 
 async def run(
-    config: RouterConfig, make_brain: BrainMaker, process: int = 0, parent: int | None = None
+    config: RouterConfig, make_brain: BrainMaker, place: Place = ALONE, parent: int | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until the descriptor `parent` ends."""
     stop = asyncio.Event()
@@ -276,7 +310,7 @@ async def run(
         loop.add_signal_handler(number, stop.set)
     if parent is not None:
         loop.add_reader(parent, stop.set)
-    async with serve(config, sys.stderr, make_brain, process):
+    async with serve(config, sys.stderr, make_brain, place):
         await stop.wait()
         if parent is not None:
             loop.remove_reader(parent)
@@ -285,9 +319,14 @@ async def run(
 
 def run_processes(config: RouterConfig, make_brain: BrainMaker) -> int:
     """Serve with as many processes as the configuration says. Blocks; the exit status."""
+    secret = config.tenants.secret()
     if config.workers == 1:
-        uvloop.run(run(config, make_brain))
+        alone = ALONE
+        if config.gossip.bind is not None:
+            alone = Place(0, open_sockets(config.gossip.bind, 1, secret))
+        uvloop.run(run(config, make_brain, alone))
         return 0
+    sockets = open_sockets(config.gossip.bind, config.workers, secret)
     reserved = bind_public(config.listen.bind, shared=True)
     port = int(reserved.getsockname()[1])
     host = config.listen.bind.rpartition(":")[0]
@@ -296,7 +335,7 @@ def run_processes(config: RouterConfig, make_brain: BrainMaker) -> int:
 
     def run_one(number: int, parent: int) -> int:
         try:
-            uvloop.run(run(shared, make_brain, number, parent))
+            uvloop.run(run(shared, make_brain, Place(number, sockets), parent))
         except KvtierError as error:
             sys.stderr.write(f"kvtier router: {error}\n")
             return 1

@@ -5,7 +5,7 @@ they granted; so the fleet grants the rate once, and a burst more only within on
 What must not live here: how reports travel (gossip.py), who a tenant is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.core.quotas import QuotaAnswer, Quotas
@@ -38,6 +38,7 @@ class QuotaDesk:
         self._quotas = Quotas()
         self._clock = clock
         self._used: dict[TenantId, Used] = {}
+        self._changed: set[TenantId] = set()
 
     def take(self, tenant: Tenant, tokens_count: int) -> None:
         """Charge a request and its expected tokens. QuotaExceededError where it is too early,
@@ -56,9 +57,16 @@ class QuotaDesk:
         self._quotas.settle(tenant.tenant_id, tokens_delta, self._clock())
         self._count(tenant.tenant_id, 0.0, tokens_delta)
 
-    def used(self) -> Mapping[TenantId, Used]:
-        """What this router granted, since it started: what the others are told."""
-        return self._used
+    def charge(self, tenant: Tenant, requests: float, tokens: float) -> None:
+        """Charge what another router granted."""
+        used = (requests, tokens)
+        self._quotas.charge(tenant.tenant_id, tenant.quota, used, self._clock())
+
+    def take_changed(self) -> list[tuple[TenantId, Used]]:
+        """What this router granted since it started, of tenants that got something since the last
+        call: what the others are told. Mutates."""
+        changed, self._changed = self._changed, set()
+        return [(name, self._used[name]) for name in changed if name in self._used]
 
     def _count(self, tenant_id: TenantId, requests: float, tokens: float) -> None:
         used = self._used.get(tenant_id)
@@ -66,5 +74,6 @@ class QuotaDesk:
             if len(self._used) >= TENANTS_COUNT_MAX:
                 self._used.clear()
             used = self._used[tenant_id] = Used()
+        self._changed.add(tenant_id)
         used.requests += requests
         used.tokens += tokens

@@ -71,6 +71,8 @@ class TenantBook:
         self._secret = cluster_secret
         self._clock = clock
         self._source: Watched[Mapping[bytes, _Key]] | None = None
+        self._listed: Mapping[TenantId, Tenant] = {}
+        self._listed_from: Mapping[bytes, _Key] | None = None
         self._salts: dict[tuple[ScopeId, str | None], str] = {}
         if path is not None:
             self._source = Watched.open((path,), lambda: _entries(path), clock)
@@ -87,6 +89,16 @@ class TenantBook:
     @property
     def last_error(self) -> str:
         return "" if self._source is None else self._source.last_error
+
+    def tenants(self) -> "Mapping[TenantId, Tenant]":
+        """All tenants that have a key; the same object until the file changes."""
+        if self._source is None:
+            return {}
+        entries = self._source.get()
+        if entries is not self._listed_from:
+            self._listed_from = entries
+            self._listed = {key.tenant.tenant_id: key.tenant for key in entries.values()}
+        return self._listed
 
     def find(self, authorization: str | None) -> Tenant:
         """Whose the request is; UnauthenticatedError, which never says why. O(1).

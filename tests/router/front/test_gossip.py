@@ -1,0 +1,136 @@
+"""Routers that tell each other hand out a quota once, and follow an operator's word."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from kvtier.core.workers import WorkerName
+from kvtier.types import InstanceId, TenantId
+from kvtier_router.front.quota import QuotaDesk, QuotaExceededError
+from kvtier_router.front.tenants import TenantBook
+from kvtier_router.gossip import Gossip
+from tests.harness.readiness import tcp_ready
+from tests.harness.waiting import eventually
+from tests.router.front.rig import Rig, call
+from tests.router.front.test_tenants import as_key, keys_file, tenant
+
+SECRET = b"a cluster secret of thirty bytes"
+
+
+class Router:
+    """The quota of one router, without a network."""
+
+    def __init__(self, path: Path, now: list[float], secret: bytes = SECRET) -> None:
+        self.book = TenantBook(path, secret)
+        self.desk = QuotaDesk(lambda: now[0])
+        self.orders: list[tuple[WorkerName, bool]] = []
+        self.gossip = Gossip(secret, self.desk, self.book, lambda w, d: self.orders.append((w, d)))
+        self.granted = 0
+        self.tokens = 0
+
+    def ask(self, tokens: int = 10) -> None:
+        try:
+            self.desk.take(self.book.tenants()[TenantId("acme")], tokens)
+        except QuotaExceededError:
+            return
+        self.granted += 1
+        self.tokens += tokens
+
+
+def exchange(routers: list[Router], drop: float, draw: random.Random) -> None:
+    for sender in routers:
+        for datagram in sender.gossip.report():
+            for receiver in routers:
+                if receiver is not sender and draw.random() >= drop:
+                    receiver.gossip.take(datagram)
+
+
+@pytest.mark.parametrize("shares", [(1, 1, 1, 1), (10, 1, 1, 0), (1, 0, 0, 0)])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+@pytest.mark.parametrize("limit", ["requests", "tokens"])
+def test_four_routers_hand_out_one_quota_within_a_tenth(
+    tmp_path: Path, shares: tuple[int, ...], drop: float, limit: str
+) -> None:
+    more = {
+        "requests": "requests_per_s = 50\nrequests_burst = 50",
+        "tokens": "tokens_per_s = 500\ntokens_burst = 500",
+    }
+    path = keys_file(tmp_path, tenant("acme", "key", more=more[limit]))
+    now, draw = [0.0], random.Random(7)
+    routers = [Router(path, now) for _ in shares]
+    exchange(routers, 0.0, draw)
+    for step in range(1, 6000):  # a minute, eight times the quota asked for
+        now[0] = step / 100
+        for router in draw.choices(routers, shares, k=4):
+            router.ask()
+        if step % 10 == 0:
+            exchange(routers, drop, draw)
+    granted = sum(router.granted for router in routers)
+    assert granted == pytest.approx(50 * 60 + 50, rel=0.1)
+
+
+def test_what_is_no_report_of_this_cluster_changes_nothing(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, tenant("acme", "key", more="requests_per_s = 1\nrequests_burst = 1"))
+    now = [0.0]
+    ours, theirs = Router(path, now), Router(path, now, b"another secret, of another cluster")
+    theirs.ask()
+    stranger = theirs.gossip.report()
+    for datagram in (*stranger, b"", b"x" * 100, b"\0" * 32 + json.dumps([]).encode()):
+        ours.gossip.take(datagram)
+    assert ours.gossip.refused == 4
+    ours.ask()
+    assert ours.granted == 1
+
+
+def test_a_repeated_or_late_report_charges_nothing_twice(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, tenant("acme", "key", more="requests_per_s = 1\nrequests_burst = 9"))
+    now = [0.0]
+    one, other = Router(path, now), Router(path, now)
+    reports = []
+    for _ in range(3):
+        one.ask()
+        reports += one.gossip.report()
+    for datagram in (*reports, *reversed(reports), *reports):
+        other.gossip.take(datagram)
+    for _ in range(9):
+        other.ask()
+    assert other.granted == 6
+
+
+def test_the_newest_order_about_a_worker_counts(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, tenant("acme", "key"))
+    one, other = Router(path, [0.0]), Router(path, [0.0])
+    worker = WorkerName(InstanceId("w0"), 1)
+    one.gossip.order(worker, True)
+    early = one.gossip.report()
+    one.gossip.order(worker, False)
+    for datagram in (*one.gossip.report(), *early):
+        other.gossip.take(datagram)
+    assert other.orders == [(worker, False)]
+
+
+def test_processes_of_one_router_share_quota_and_drains(rig: Rig) -> None:
+    rig.start_workers(2)
+    quota = "requests_per_s = 0.01\nrequests_burst = 6"
+    keys = keys_file(rig.directory, tenant("acme", "key", more=quota), tenant("free", "free"))
+    secret = rig.directory / "secret"
+    secret.write_bytes(SECRET)
+    rig.start_router("--workers=2", f"--keys-file={keys}", f"--cluster-secret-file={secret}")
+    body = {"model": "mock", "prompt": "a", "max_tokens": 1}
+
+    def asked(key: str) -> tuple[int, str]:
+        answer = rig.call("POST", "/v1/completions", body, headers=as_key(key))
+        return answer.status, answer.headers.get("x-kvtier-worker", "")
+
+    eventually(tcp_ready(rig.admin_port), 10.0, "the first process is there as well")
+    assert call(rig.admin_port, "POST", "/workers/w0/drain").status == 200
+    eventually(
+        lambda: {asked("free") for _ in range(12)} == {(200, "w1")}, 10.0, "both processes follow"
+    )
+    granted = 0
+    for _ in range(30):
+        granted += asked("key")[0] == 200
+        eventually(lambda: rig.metric("kvtier_router_running_requests") == 0, 5.0, "it has ended")
+    assert 6 <= granted <= 9
