@@ -61,8 +61,9 @@ def scatter(table: Table, group: int, result: MatchResult, held: Floats) -> None
 
 def foreign_tokens(table: Table, by_holder: Ints) -> Floats:
     """What other routers have on their way to each row."""
-    if table.holder_max >= len(by_holder):
-        by_holder = np.append(by_holder, np.zeros(table.holder_max + 1 - len(by_holder), np.int64))
+    missing = max(table.holder_max, 0) + 1 - len(by_holder)
+    if missing > 0:
+        by_holder = np.append(by_holder, np.zeros(missing, np.int64))
     tokens = by_holder[table.holders].astype(np.float64)
     return tokens if table.has_all_holders else tokens * table.has_holder
 
