@@ -247,6 +247,8 @@ class Rig:
             self.clock,
         )
         self.told: dict[int, Told] = {}
+        self.tops: dict[int, list[tuple[tuple[int, float], ...]]] = {}
+        """The likeliest tokens of each, where log-probabilities were asked for."""
 
     def submit(self, prompt: Sequence[int], tokens_max: int, **terms: object) -> int:
         values: dict[str, object] = {"sampling": GREEDY, "ignore_eos": True} | terms
@@ -273,6 +275,8 @@ class Rig:
             told = self.told[delivery.number]
             assert told.finish is None, "a delta after the last"
             told.tokens += [token.token_id for token in delivery.delta.tokens]
+            tops = self.tops.setdefault(delivery.number, [])
+            tops += [token.top for token in delivery.delta.tokens]
             told.finish = delivery.delta.finish
             if delivery.delta.cached is not None:
                 assert told.cached is None, "cached tokens told twice"

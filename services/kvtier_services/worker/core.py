@@ -212,6 +212,11 @@ class EngineCore:
         """Requests that have not ended."""
         return len(self._requests)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether blocks are being written to the tiers below, or wait for that with hope."""
+        return self.offload is not None and self.offload.is_writing(self._clock())
+
     def check(self, terms: GenerationRequest) -> None:
         """CallerError for a request that can never run here. Thread-safe; mutates nothing."""
         vocab = self._runner.vocab_size

@@ -42,6 +42,7 @@ from kvtier_services.worker.serving import bound, port_of, reachable, served
 LOG = EventLog("kvtier_services.worker")
 _SWITCH_S: Final = 0.0005
 """How long the engine's thread may keep the interpreter from the others."""
+_LOOK_S: Final = 0.02
 _SEGMENT_BYTES: Final = 64 << 20
 _ALIASES: Final = {
     "--store": "--store-targets",
@@ -88,7 +89,9 @@ async def serve(
         LOG.info("serving", bind=config.listen.bind, port=running.port)
         yield running
         LOG.info("draining", requests=running.engine.live_count)
+        until = time.monotonic() + config.drain_ms_max / 1000
         await running.engine.drain(config.drain_ms_max / 1000)
+        await asyncio.to_thread(_until_written, running.core, until)
 
 
 async def _started(
@@ -137,6 +140,12 @@ async def _started(
     return RunningWorker(port_of(made), engine, core, connector, publisher, telemetry.metrics)
 
 
+def _until_written(core: EngineCore, until: float) -> None:
+    """Block until the store has what was computed, so that whoever comes next can load it."""
+    while core.is_writing and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+
+
 class _Wake:
     """Wakes the engine once there is one: the connector is made before it."""
 
@@ -163,6 +172,9 @@ def _connector(
     geometry = model.machine.runner.geometry
     if len(geometry.groups) > 1 or geometry.groups[0].window is not None:
         LOG.warning("no offload: layers with windows", groups=len(geometry.groups))
+        return None
+    if model.machine.pool.device.type != "cpu":
+        LOG.warning("no offload: KV is on a device", device=str(model.machine.pool.device))
         return None
     segment = max(_SEGMENT_BYTES, 4 * geometry.block_bytes(0))
     client = StoreClientConfig(arena=ArenaClientConfig(segment, segment))

@@ -127,6 +127,11 @@ class Offload:
         """Whether outcomes are awaited."""
         return bool(self._looking or self._loading or self._saving)
 
+    def is_writing(self, now: float) -> bool:
+        """Whether blocks are being written, or wait for that and not for a store to come back."""
+        waits = self.saves.backlog_count > 0 and self.saves.next_at(now) is None
+        return bool(self._saving) or waits
+
     def next_deadline(self, now: float) -> float | None:
         """When `tick` or `pump` has something to do, if no outcome comes before."""
         times = [one.give_up_at for one in self._looking.values()]

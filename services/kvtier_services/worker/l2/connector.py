@@ -5,6 +5,7 @@ failure is an outcome. What must not live here: what to load or save.
 """
 
 import asyncio
+import concurrent.futures
 import threading
 import time
 from collections import deque
@@ -95,7 +96,10 @@ class StoreConnector:
         if self._closed.is_set():
             return
         self._closed.set()
-        self._thread.submit(self._close()).result(_CLOSE_S + self._save_deadline_s)
+        try:
+            self._thread.submit(self._close()).result(_CLOSE_S + self._save_deadline_s)
+        except concurrent.futures.TimeoutError:
+            LOG.warning("the store's client does not end")
         self._thread.stop()
 
     # ---- on the connector's thread
