@@ -234,3 +234,7 @@ PROMPTS_COUNT_MAX: Final = 4096
 """Prompts in one request for completions."""
 CHOICES_COUNT_MAX: Final = 128
 """Answers to one prompt."""
+
+# A cluster on one machine
+LOCAL_WORKERS_COUNT_MAX: Final = 64
+"""Workers that `kvtier up` starts."""

@@ -1,0 +1,99 @@
+"""Whether a service serves: one short call each, True or False.
+
+What must not live here: deadlines of a start, retries.
+"""
+
+import http.client
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvtier.sections import parse_address
+
+Probe = Callable[[], bool]
+
+_PROBE_S: Final = 2.0
+_OK: Final = 200
+_BODY_BYTES_MAX: Final = 1 << 20
+
+
+def http_answer(address: str, path: str, timeout_s: float = _PROBE_S) -> tuple[int, bytes]:
+    """Status and body of a GET; status 0 where nobody answers."""
+    place = parse_address(address)
+    connection = http.client.HTTPConnection(place.host, place.port, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read(_BODY_BYTES_MAX)
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
+
+
+def http_ok(address: str, path: str) -> Probe:
+    """Ready when GET says 200."""
+    return lambda: http_answer(address, path)[0] == _OK
+
+
+def http_json(address: str, path: str) -> object:
+    """The parsed body of a GET; None where there is none."""
+    status, body = http_answer(address, path)
+    if status != _OK:
+        return None
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def grpc_serving(address: str) -> Probe:
+    """Ready when the gRPC health service says SERVING. In plain text."""
+    # A pool of its own: a shared subchannel in backoff would hide a server that has come back.
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+
+    def probe() -> bool:
+        with grpc.insecure_channel(address, options=options) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_S)
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    return probe
+
+
+def accepts(address: str) -> Probe:
+    """Ready when something listens: all that can be seen of a service that asks for credentials."""
+    place = parse_address(address)
+
+    def probe() -> bool:
+        try:
+            socket.create_connection((place.host, place.port), timeout=_PROBE_S).close()
+        except OSError:
+            return False
+        return True
+
+    return probe
+
+
+def redis_answers(path: Path) -> Probe:
+    """Ready when PING over a Unix socket brings PONG."""
+
+    def probe() -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_PROBE_S)
+            try:
+                connection.connect(str(path))
+                connection.sendall(b"PING\r\n")
+                return connection.recv(64).startswith(b"+PONG")
+            except OSError:
+                return False
+
+    return probe

@@ -1,0 +1,213 @@
+"""`kvtier up` with real processes over the fake model, whose answers show one wrong KV byte."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.harness.processes import ProcessRunner
+from tests.harness.waiting import eventually
+from tests.support.local_cluster import (
+    START_S,
+    LocalCluster,
+    living,
+    router_of,
+    run_kvtier,
+    start_cluster,
+    status_json,
+    up_launch,
+)
+from tests.support.worker_cluster import Answer, Client, Expected, prompt_of
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    directory = tmp_path_factory.mktemp("cluster")
+    with ProcessRunner("local-cluster", directory) as runner:
+        yield start_cluster(runner, directory / "kvtier")
+
+
+async def test_a_prompt_is_answered_through_the_router_and_found_again(
+    cluster: LocalCluster,
+) -> None:
+    prompt, expected = prompt_of(1, 400), Expected()
+    async with router_of(cluster).client() as client:
+        first = await _asked(client, prompt)
+        again = await _asked(client, prompt)
+    assert first.text == again.text == expected.text(prompt, 8)
+    assert first.cached == 0
+    assert again.cached >= 384
+
+
+def test_status_tells_every_process_and_the_endpoint(cluster: LocalCluster) -> None:
+    told = status_json(cluster.root)
+    assert told["endpoint"] == cluster.url
+    assert told["supervisor"] == cluster.process.pid
+    assert [one["name"] for one in told["services"]] == [
+        "index", "store", "worker-1", "worker-2", "router",
+    ]  # fmt: skip
+    shown = run_kvtier("status", "--data-dir", str(cluster.root))
+    assert shown.returncode == 0
+    assert "worker-2" in shown.stdout
+
+
+def test_it_prints_where_it_serves_and_a_curl_line(cluster: LocalCluster) -> None:
+    def printed() -> bool:
+        return f"curl {cluster.url}/v1/chat/completions" in cluster.process.log_text()
+
+    eventually(printed, START_S, "the endpoint is printed")
+    assert "kvtier-fake" in cluster.process.log_text()
+
+
+def test_a_second_cluster_in_the_same_directory_is_refused(cluster: LocalCluster) -> None:
+    refused = run_kvtier("up", "--model", "fake", "--data-dir", str(cluster.root))
+    assert refused.returncode == 1
+    assert str(cluster.root) in refused.stderr
+    assert str(cluster.process.pid) in refused.stderr
+    assert cluster.all_up()
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "store", "index"])
+async def test_a_killed_process_is_mended_and_no_answer_is_wrong_or_lost(
+    cluster: LocalCluster, victim: str
+) -> None:
+    expected, done = Expected(), asyncio.Event()
+    before = cluster.restarts(victim)
+
+    async def keep_asking(number: int, client: Client) -> int:
+        """Ask for as long as the fault lasts, with a shared prefix; how many answers came."""
+        count = 0
+        while not done.is_set() or count == 0:
+            prompt = prompt_of(7, 160) + prompt_of(number * 10 + count % 5, 48)
+            answer = await _retried(client, prompt)
+            assert answer.text == expected.text(prompt, 4)
+            count += 1
+        return count
+
+    async with router_of(cluster).client() as client:
+        asking = [asyncio.create_task(keep_asking(number, client)) for number in range(3)]
+        await asyncio.to_thread(_kill, cluster, victim)
+        await asyncio.to_thread(
+            eventually,
+            lambda: cluster.restarts(victim) > before and cluster.all_up(),
+            START_S,
+            f"{victim} is mended",
+        )
+        done.set()
+        counts = await asyncio.gather(*asking)
+    assert min(counts) >= 1
+    assert f"{victim:<10} down" in cluster.process.log_text()
+
+
+def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    root = tmp_path / "kvtier"
+    cluster = start_cluster(processes, root, workers=1)
+    pids, url = cluster.pids, cluster.url
+    prompt, expected = prompt_of(3, 400), Expected()
+    assert asyncio.run(_one(cluster, prompt)).text == expected.text(prompt, 8)
+
+    cluster.process.send(signal.SIGINT)
+    assert cluster.process.wait(60) == 0
+    assert not living(list(pids.values()))
+    assert not (root / "run").exists()
+    assert run_kvtier("status", "--data-dir", str(root)).returncode == 3
+    assert run_kvtier("down", "--data-dir", str(root)).returncode == 0
+
+    again = start_cluster(processes, root, "again", workers=1)
+    assert again.url == url
+    found = asyncio.run(_one(again, prompt))
+    assert found.text == expected.text(prompt, 8)
+    assert found.cached > 0  # from the disk: nothing else has outlived the cluster
+
+    pids = again.pids
+    again.process.kill()
+    eventually(lambda: not living(list(pids.values())), 20, "no process outlives its supervisor")
+
+
+def test_a_signal_in_the_midst_of_the_start_ends_what_has_begun(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    root = tmp_path / "kvtier"
+    process = processes.spawn(up_launch(processes, root, workers=1))
+    cluster = LocalCluster(process, root)
+    eventually(lambda: (root / "state.json").exists() and cluster.pids, 60, "something runs")
+    pids = list(cluster.pids.values())
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert not living(pids)
+
+
+def test_what_does_not_start_is_told_with_its_log_and_everything_else_ends(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    root = tmp_path / "kvtier"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        file = processes.config_file("taken.toml", {"store": {"listen": {"bind": address}}})
+        refused = run_kvtier(
+            "up", "--config", str(file), "--data-dir", str(root), "--model", "fake"
+        )
+    assert refused.returncode == 1
+    assert "store ended with status 1" in refused.stderr
+    assert f"cannot listen on {address}" in refused.stderr
+    assert run_kvtier("status", "--data-dir", str(root)).returncode == 3
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An answer of the router, and how much of its prompt was cached."""
+
+    text: str
+    cached: int
+
+
+async def _asked(client: Client, prompt: list[int]) -> Found:
+    body = {"model": "kvtier-fake", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    async with client.session.post(f"{client.url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        told = await response.json()
+    cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return Found(told["choices"][0]["text"], cached)
+
+
+async def _one(cluster: LocalCluster, prompt: list[int]) -> Found:
+    async with router_of(cluster).client() as client:
+        return await _asked(client, prompt)
+
+
+async def _retried(client: Client, prompt: list[int]) -> Answer:
+    """As a client with retries does; its tries are bounded by the test's time."""
+    while True:
+        try:
+            async with client.session.post(
+                f"{client.url}/v1/completions",
+                json={
+                    "model": "kvtier-fake",
+                    "prompt": prompt,
+                    "max_tokens": 4,
+                    "temperature": 0,
+                },
+            ) as response:
+                told = await response.json()
+                if response.status == 200:
+                    choice = told["choices"][0]
+                    assert choice["finish_reason"] == "length"
+                    return Answer(choice["text"], "length", len(prompt), {})
+                assert response.status in {429, 500, 502, 503, 504}, told
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.05)
+
+
+def _kill(cluster: LocalCluster, name: str) -> None:
+    os.kill(cluster.pids[name], signal.SIGKILL)

@@ -1,0 +1,123 @@
+"""A small cluster under `kvtier up`, over the fake model, and what can be asked of it.
+
+What must not live here: what a test expects.
+"""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvtier.local.directory import ClusterState, DataDirectory
+from tests.harness.processes import Launch, Process, ProcessRunner, clean_environment
+from tests.harness.processes import kvtier_command as command
+from tests.harness.toml_text import TomlTable
+from tests.support.worker_cluster import WorkerProcess
+
+MIB = 1 << 20
+START_S = 120.0
+
+
+def cluster_table(**cluster: Any) -> TomlTable:
+    """A cluster file: small tiers, a fake model that computes 3,000 tokens a second."""
+    return {
+        "cluster": {"model": "fake", "bind": "127.0.0.1:0", **cluster},
+        "index": {"lease_ms": 1000},
+        "store": {
+            "dram": {"bytes_max": 64 * MIB, "slab_bytes": 8 * MIB},
+            "nvme": {"bytes_max": 256 * MIB},
+        },
+        "worker": {
+            "cache": {"kv_memory_bytes": 64 * MIB},
+            "model": {"fake": {"prefill_tokens_per_s": 3000.0}},
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCluster:
+    """One `kvtier up` and its data directory."""
+
+    process: Process
+    root: Path
+
+    @property
+    def state(self) -> ClusterState:
+        found = DataDirectory(self.root).state()
+        assert found is not None
+        return found
+
+    @property
+    def url(self) -> str:
+        return self.state.endpoint
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {one.name: one.pid for one in self.state.services if one.pid is not None}
+
+    def restarts(self, name: str) -> int:
+        return next(one.restarts for one in self.state.services if one.name == name)
+
+    def all_up(self) -> bool:
+        return all(one.state == "up" for one in self.state.services)
+
+    def log(self, name: str) -> str:
+        return (self.root / "logs" / f"{name}.log").read_text(errors="replace")
+
+
+def up_launch(
+    runner: ProcessRunner, root: Path, name: str = "up", flags: Sequence[str] = (), **cluster: Any
+) -> Launch:
+    """How to start a cluster in `root`; ready once everything serves and its state says so."""
+    path = runner.config_file(f"{name}.toml", cluster_table(**cluster))
+    directory = DataDirectory(root)
+
+    def ready() -> bool:
+        state = directory.state()
+        return state is not None and all(one.state == "up" for one in state.services)
+
+    argv = command("up", "--config", str(path), "--data-dir", str(root), *flags)
+    return Launch(name, argv, ready=ready, ready_deadline_s=START_S)
+
+
+def start_cluster(
+    runner: ProcessRunner, root: Path, name: str = "up", flags: Sequence[str] = (), **cluster: Any
+) -> LocalCluster:
+    return LocalCluster(runner.start(up_launch(runner, root, name, flags, **cluster)), root)
+
+
+def router_of(cluster: LocalCluster) -> WorkerProcess:
+    """The router as something that answers like a worker."""
+    return WorkerProcess(cluster.process, int(cluster.url.rpartition(":")[2]))
+
+
+def run_kvtier(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the command line to its end."""
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=clean_environment(),
+    )
+
+
+def living(pids: Sequence[int]) -> list[int]:
+    """Which of these processes still run."""
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def status_json(root: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(
+        run_kvtier("status", "--json", "--data-dir", str(root)).stdout
+    )
+    return told
