@@ -1,5 +1,5 @@
-"""What routers tell each other beside the index: quota used, workers drained. Datagrams, loss is
-harmless.
+"""What routers tell each other beside the index: quota used, workers drained, where an answer
+lives that others go on from. Datagrams; loss is harmless.
 
 Counters are cumulative within a router's life, so a lost or repeated report changes nothing; an
 HMAC of the cluster's secret keeps strangers out, and tenants are named by an HMAC too. What must
@@ -12,7 +12,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,6 +25,7 @@ from kvtier.sections import parse_address
 from kvtier.security.clock import SYSTEM
 from kvtier.types import InstanceId, TenantId
 from kvtier_router.front.quota import QuotaDesk
+from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.tenants import Tenant, TenantBook
 
 _KEY_LABEL: Final = b"kvtier.gossip.v1"
@@ -34,6 +35,7 @@ _ROWS_MAX: Final = 400
 _REPEATS: Final = 8
 """A changed counter stands in so many reports."""
 _DRAINS_MAX: Final = 256
+_HOMES_MAX: Final = 256
 _BIND_DEFAULT: Final = "127.0.0.1:0"
 
 
@@ -71,12 +73,15 @@ class Gossip:
         secret: bytes,
         desk: QuotaDesk,
         book: TenantBook,
+        stickiness: Stickiness,
         on_drain: Callable[[WorkerName, bool], None],
     ) -> None:
         """`on_drain` is told of orders of others."""
         self._key = hmac.digest(secret, _KEY_LABEL, "sha256")
         self._desk = desk
         self._book = book
+        self._stickiness = stickiness
+        self._homes: deque[tuple[str, str, int]] = deque(maxlen=_HOMES_MAX)
         self._on_drain = on_drain
         self._life = secrets.token_hex(8)
         self._seq = 0
@@ -111,18 +116,22 @@ class Gossip:
             self.refused += 1
             return
         try:
-            life, seq, rows, orders = json.loads(body)
+            life, seq, rows, orders, homes = json.loads(body)
             if life == self._life:
                 return
             self._take_rows(str(life), int(seq), rows)
             for instance, rank, drains, stamp in orders:
                 self._take_order(instance, rank, bool(drains), float(stamp))
+            for digest, instance, rank in homes:
+                self._stickiness.heard(str(digest)[:64], _worker(instance, rank))
         except (ValueError, TypeError, KeyError, CallerError):
             self.refused += 1
 
     # Quotas
 
     def _refresh(self) -> None:
+        for digest, worker in self._stickiness.take_news():
+            self._homes.append((digest, worker.instance, worker.dp_rank))
         for tenant_id, used in self._desk.take_changed():
             row = _Row(used.requests, used.tokens, _REPEATS)
             self._rows[self._tag(tenant_id)] = row
@@ -162,9 +171,7 @@ class Gossip:
     # Drains
 
     def _take_order(self, instance: str, rank: int, drains: bool, stamp: float) -> None:
-        require_name("instance", instance)
-        require_integer("dp_rank", rank, 0, HOLDERS_COUNT_MAX)
-        worker = WorkerName(InstanceId(instance), rank)
+        worker = _worker(instance, rank)
         known = self._orders.get(worker)
         if known is None or stamp > known.stamp:
             self._keep(DrainOrder(worker, drains, stamp))
@@ -183,8 +190,15 @@ class Gossip:
             (order.worker.instance, order.worker.dp_rank, order.drains, order.stamp)
             for order in self._orders.values()
         ]
-        body = json.dumps([self._life, self._seq, rows, orders]).encode()
+        homes = list(self._homes)
+        body = json.dumps([self._life, self._seq, rows, orders, homes]).encode()
         return hmac.digest(self._key, body, "sha256") + body
+
+
+def _worker(instance: str, rank: int) -> WorkerName:
+    require_name("instance", instance)
+    require_integer("dp_rank", rank, 0, HOLDERS_COUNT_MAX)
+    return WorkerName(InstanceId(instance), rank)
 
 
 class _Datagrams(asyncio.DatagramProtocol):

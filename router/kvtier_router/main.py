@@ -52,6 +52,7 @@ from kvtier_router.gossip import (
 from kvtier_router.processes import supervise
 from kvtier_router.routing.values import RoutingBrain
 from kvtier_router.web.server import HttpServer
+from kvtier_router.web.tls import ServerTls
 from kvtier_router.web.upstream import Upstream
 
 LOG: Final = EventLog("kvtier_router")
@@ -105,7 +106,8 @@ async def serve(
         access = AccessLog(log)
         stack.push_async_callback(asyncio.to_thread, access.close)
         queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
-        relay = Relay(_relay_parts(config, made, upstream, clock))
+        stickiness = Stickiness()
+        relay = Relay(_relay_parts(config, made, upstream, stickiness, clock))
         prompts = PromptReader(NamedTexts(load_texts(config)))
         parts = FrontParts(
             brain=brain,
@@ -127,15 +129,20 @@ async def serve(
         table.bind_brain(telemetry.metrics, brain)
         table.bind_access(telemetry.metrics, lambda: access.dropped_count)
         table.bind_keys(telemetry.metrics, lambda: tenants.reload_errors)
-        gossip = Gossip(_secret(config, place), quotas, tenants, partial(_follow, brain))
+        gossip = Gossip(
+            _secret(config, place), quotas, tenants, stickiness, partial(_follow, brain)
+        )
         admin_parts = AdminParts(brain, prompts, telemetry.metrics, front.unready, gossip.order)
         admin = HttpServer(Admin(admin_parts), config.http, clock)
         admin_port = await _listen_admin(admin, config.admin_bind, place.process)
         stack.push_async_callback(admin.drain, 0.5)
+        tls = None if config.listen.tls is None else ServerTls(config.listen.tls)
         bound = bind_public(config.listen.bind, shared=config.workers > 1)
         port = int(bound.getsockname()[1])
-        await server.listen(bound, _server_tls(config))
+        await server.listen(bound, None if tls is None else tls.context)
         chores = [brain.tick, queue.pump, upstream.sweep, server.sweep, admin.sweep, access.flush]
+        if tls is not None:
+            chores.append(tls.follow)
         if place.gossip is not None:
             peers = config.gossip.peers
             link = await open_link(place.gossip, place.process, peers, gossip)
@@ -154,7 +161,11 @@ async def serve(
 
 
 def _relay_parts(
-    config: RouterConfig, brain: Brain, upstream: Upstream, clock: Callable[[], float]
+    config: RouterConfig,
+    brain: Brain,
+    upstream: Upstream,
+    stickiness: Stickiness,
+    clock: Callable[[], float],
 ) -> RelayParts:
     relay = config.relay
     return RelayParts(
@@ -162,7 +173,7 @@ def _relay_parts(
         route_later=brain.route_later,
         upstream=upstream,
         credentials=Credentials(config.upstream.bearer, config.upstream.tokens_file),
-        stickiness=Stickiness(),
+        stickiness=stickiness,
         budget=RetryBudget(relay.retry_ratio, burst=float(relay.retry_burst)),
         policy=RelayPolicy(relay.attempts_max, relay.shows_decision),
         clock=clock,
@@ -251,19 +262,6 @@ def _private_socket(path: str) -> socket.socket:
         os.umask(mask)
     bound.setblocking(False)
     return bound
-
-
-def _server_tls(config: RouterConfig) -> ssl.SSLContext | None:
-    tls = config.listen.tls
-    if tls is None or tls.cert_file is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{tls.cert_file}: {error}") from error
-    return context
 
 
 def _upstream_tls(ca_file: Path | None) -> ssl.SSLContext | None:

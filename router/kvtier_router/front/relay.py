@@ -237,6 +237,9 @@ class Relay:
         self._report(job, decision, outcome, parts.clock() - sent_at)
         filtered = attempt.filter
         kept = filtered.kept if isinstance(filtered, PlainFilter | ResumedFilter) else None
+        if job.call.api is Api.RESPONSES and isinstance(filtered, PlainFilter):
+            scope_id = job.tenant.scope_id
+            parts.stickiness.learn_stream(scope_id, filtered.start, decision.worker)
         return outcome, kept
 
     async def _send(

@@ -50,6 +50,8 @@ class PlainFilter:
         self._keeps = keeps
         self._kept: list[bytes] = []
         self._kept_bytes = 0
+        self.start = b""
+        """The first events, for who wants to know the answer's id."""
         self.usage: Usage | None = None
         self.is_done = False
 
@@ -88,6 +90,8 @@ class PlainFilter:
         return event.raw if self._wants_usage else without_usage(event)
 
     def _keep(self, data: bytes) -> None:
+        if not self.start:
+            self.start = data
         if not self._keeps:
             return
         self._kept_bytes += len(data)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.harness.ports import free_port
 from tests.harness.processes import Launch, Process, ProcessRunner, kvtier_command, python_module
-from tests.harness.readiness import http_ready
+from tests.harness.readiness import http_ready, tcp_ready
 from tests.support.text_models import byte_level_bpe, write_model
 
 KEY = "kvtier_test_key_0123456789"
@@ -126,7 +126,7 @@ class Rig:
         self.workers += [Worker(p, port) for p, port in zip(started, ports, strict=True)]
         return self.workers[-count:]
 
-    def start_router(self, *arguments: str, brain: str = "fake") -> None:
+    def start_router(self, *arguments: str, brain: str = "fake", scheme: str = "http") -> None:
         """A router over all workers of the rig, with more flags; `real` is `kvtier router`."""
         self.port, self.admin_port = free_port(), free_port()
         flags = [
@@ -141,6 +141,8 @@ class Rig:
         else:
             argv = python_module("tests.router.front.router_process", *flags, *arguments)
         ready = http_ready(f"http://127.0.0.1:{self.port}/health")
+        if scheme == "https":
+            ready = tcp_ready(self.port)
         self.router = self.runner.start(Launch("router", argv, ready, directory=ROOT))
 
     def call(self, method: str, path: str, body: object = None, **options: Any) -> Answer:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.workers import WorkerName
-from kvtier.types import InstanceId, TenantId
+from kvtier.types import InstanceId, ScopeId, TenantId
 from kvtier_router.front.quota import QuotaDesk, QuotaExceededError
+from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.tenants import TenantBook
 from kvtier_router.gossip import Gossip
 from tests.harness.readiness import tcp_ready
@@ -26,7 +27,10 @@ class Router:
         self.book = TenantBook(path, secret)
         self.desk = QuotaDesk(lambda: now[0])
         self.orders: list[tuple[WorkerName, bool]] = []
-        self.gossip = Gossip(secret, self.desk, self.book, lambda w, d: self.orders.append((w, d)))
+        self.homes = Stickiness()
+        self.gossip = Gossip(
+            secret, self.desk, self.book, self.homes, lambda w, d: self.orders.append((w, d))
+        )
         self.granted = 0
         self.tokens = 0
 
@@ -109,6 +113,21 @@ def test_the_newest_order_about_a_worker_counts(tmp_path: Path) -> None:
     for datagram in (*one.gossip.report(), *early):
         other.gossip.take(datagram)
     assert other.orders == [(worker, False)]
+
+
+def test_the_home_of_an_answer_is_known_to_all_and_in_its_scope_only(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, tenant("acme", "key"))
+    one, other = Router(path, [0.0]), Router(path, [0.0])
+    worker = WorkerName(InstanceId("w3"))
+    acme, red = ScopeId("tenant:acme"), ScopeId("tenant:red")
+    one.homes.learn(acme, b'{"id": "resp_1"}', worker)
+    start = b'event: response.created\ndata: {"type":"x","response":{"id":"resp_2","a":1}}\n\n'
+    one.homes.learn_stream(acme, start, worker)
+    for datagram in one.gossip.report():
+        assert b"resp_1" not in datagram
+        other.gossip.take(datagram)
+    assert [other.homes.find(acme, f"resp_{n}") for n in (1, 2, 3)] == [worker, worker, None]
+    assert other.homes.find(red, "resp_1") is None
 
 
 def test_processes_of_one_router_share_quota_and_drains(rig: Rig) -> None:
