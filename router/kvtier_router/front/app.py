@@ -242,6 +242,9 @@ class Front:
                 with parts.tracer.span("router.request", attributes, job.traceparent) as span:
                     job.traceparent = span.traceparent() or job.traceparent
                     await parts.relay.run(job)
+                    if job.decision is not None:
+                        span.set("kvtier.worker", job.decision.worker.instance)
+                    span.set("kvtier.attempts", job.attempts)
             if job.usage is not None:
                 used = job.usage.prompt_tokens + job.usage.completion_tokens
         except TimeoutError:
