@@ -80,11 +80,12 @@ async def serve(
             "worker", definitions, live=lambda: all(engine.is_alive for engine in holder)
         )
         telemetry = await stack.enter_async_context(open_telemetry(config.telemetry, service, log))
+        made = stack.enter_context(bound(config.listen))
         model = await asyncio.to_thread(open_model, config.model, config.cache)
         LOG.info(
             "model loaded", model=model.card.model_id, blocks=model.machine.pool.blocks_counts[0]
         )
-        running = await _started(stack, config, model, telemetry, fenced)
+        running = await _started(stack, Start(config, model, made, telemetry, fenced))
         holder.append(running.engine)
         LOG.info("serving", bind=config.listen.bind, port=running.port)
         yield running
@@ -94,16 +95,22 @@ async def serve(
         await asyncio.to_thread(_until_written, running.core, until)
 
 
-async def _started(
-    stack: contextlib.AsyncExitStack,
-    config: WorkerConfig,
-    model: Served,
-    telemetry: Telemetry,
-    fenced: Callable[[], None],
-) -> RunningWorker:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is there before the engine."""
+
+    config: WorkerConfig
+    model: Served
+    made: socket.socket
+    telemetry: Telemetry
+    fenced: Callable[[], None]
+
+
+async def _started(stack: contextlib.AsyncExitStack, start: Start) -> RunningWorker:
     """Everything behind the endpoint, then the endpoint, then the word to the index."""
-    made = stack.enter_context(bound(config.listen))
-    publisher = new_publisher(_identity(config, model, port_of(made)), config.index, fenced)
+    config, model, made, telemetry = start.config, start.model, start.made, start.telemetry
+    identity = _identity(config, model, port_of(made))
+    publisher = new_publisher(identity, config.index, start.fenced)
     wake = _Wake()
     connector = _connector(config, model, wake)
     core = EngineCore(
