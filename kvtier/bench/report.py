@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
-BENCHES = ("keys", "index", "copy", "store", "index-service", "text", "router")
+BENCHES = ("keys", "index", "copy", "store", "index-service", "text", "router", "worker")
 """Names of benches; a `-` in a name is a `_` in the name of its module."""
 
 
@@ -35,6 +35,8 @@ class Result:
     unit: str
     bar: float | None = None
     kind: Bar = Bar.AT_LEAST
+    interval: tuple[float, float] | None = None
+    """Where the value lies with 95 % confidence, where that was computed."""
 
     @property
     def ok(self) -> bool:
@@ -44,13 +46,16 @@ class Result:
 
     def as_json(self) -> dict[str, object]:
         bar = None if self.bar is None else f"{self.kind.value} {self.bar:g}"
-        return {
+        told: dict[str, object] = {
             "name": self.name,
             "value": round(self.value, 6),
             "unit": self.unit,
             "bar": bar,
             "ok": self.ok,
         }
+        if self.interval is not None:
+            told["interval"] = [round(end, 6) for end in self.interval]
+        return told
 
 
 def machine() -> dict[str, object]:
@@ -79,7 +84,12 @@ def print_table(bench: str, results: Sequence[Result]) -> None:
     for result in results:
         bar = "" if result.bar is None else f"{result.kind.value} {result.bar:g}"
         mark = "" if result.bar is None else ("ok" if result.ok else "MISSED")
-        line = f"{result.name:<{width}}  {result.value:>12.4g} {result.unit:<12} {bar:<10} {mark}"
+        line = (
+            f"{result.name:<{width}}  {result.value:>12.4g} {result.unit:<12} {bar:<10} {mark:<7}"
+        )
+        if result.interval is not None:
+            low, high = result.interval
+            line += f" 95 %: {low:.4g} .. {high:.4g}"
         sys.stdout.write(line.rstrip() + "\n")
 
 
