@@ -266,7 +266,16 @@ async def test_token_ids_are_returned_on_request_stop_token_included() -> None:
         answer = await it.client.completions.create(
             model=MODEL, prompt="p", extra_body={"return_token_ids": True}
         )
-    assert (answer.choices[0].model_extra or {})["token_ids"] == [97, 98, EOS]
+        chat = await it.client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "hi"}],
+            extra_body={"return_token_ids": True},
+        )
+    extra = answer.choices[0].model_extra or {}
+    assert extra["token_ids"] == [97, 98, EOS]
+    assert extra["prompt_token_ids"] == [256, ord("p")]
+    sent = list(it.engine.request.prompt_tokens)
+    assert (chat.model_extra or {})["prompt_token_ids"] == sent
 
 
 # Errors

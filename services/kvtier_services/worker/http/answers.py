@@ -122,7 +122,8 @@ async def _whole(job: Answering, first: Sequence[Piece], flow: Flow) -> web.Resp
         batch = await flow.pieces()
     shape = job.prepared.shape
     shown = [shape.whole(choice, pieces[choice.index]) for choice in job.prepared.choices]
-    body = job.envelope.around(shape.whole_object, shown, usage=job.usage())
+    beside = shape.beside(job.prepared.choices)
+    body = job.envelope.around(shape.whole_object, shown, usage=job.usage(), **beside)
     return web.Response(body=encoded(body), content_type="application/json", headers=job.headers)
 
 

@@ -47,13 +47,17 @@ class Choice:
     """The state of one choice. Sans-I/O; `feed` it deltas until it has a `finish`."""
 
     index: int
-    prompt_tokens: int
+    prompt_token_ids: tuple[int, ...]
     stream: TextStream
     echo: str = ""
     """Text of the prompt, where the answer repeats it."""
     finish: str | None = None
     completion_tokens: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
     def feed(self, delta: TokenDelta) -> Piece:
         """Take a delta; return what it adds. Tokens after a stop string do not count."""

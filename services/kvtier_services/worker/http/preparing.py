@@ -158,7 +158,7 @@ def _prepared(terms: Terms, shape: Shape, batch: _Batch) -> Prepared:
         for nth in range(terms.choices_count):
             index = len(choices)
             stream = TextStream(batch.texts.decode, terms.stops)
-            choices.append(Choice(index, len(sequence.tokens), stream, sequence.echo))
+            choices.append(Choice(index, sequence.tokens, stream, sequence.echo))
             seed = (terms.sampling.seed + nth) % (SEED_MAX + 1)
             requests.append(
                 GenerationRequest(

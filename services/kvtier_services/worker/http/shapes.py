@@ -46,6 +46,10 @@ class Shape(Protocol):
         """What a whole answer says of a choice."""
         ...
 
+    def beside(self, choices: Sequence[Choice]) -> JsonObject:
+        """What a whole answer says beside its choices."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
@@ -73,7 +77,13 @@ class CompletionShape:
 
     def whole(self, choice: Choice, pieces: Sequence[Piece]) -> JsonObject:
         text = choice.echo + "".join(piece.text for piece in pieces)
-        return self._shown(choice.index, text, pieces, choice.finish)
+        shown = self._shown(choice.index, text, pieces, choice.finish)
+        if self._rendering.with_token_ids:
+            return {**shown, "prompt_token_ids": choice.prompt_token_ids}
+        return shown
+
+    def beside(self, choices: Sequence[Choice]) -> JsonObject:
+        return {}
 
     def _shown(
         self, index: int, text: str, pieces: Sequence[Piece], finish: str | None
@@ -128,6 +138,12 @@ class ChatShape:
         text = "".join(piece.text for piece in pieces)
         message = {"role": "assistant", "content": text, "refusal": None}
         return self._shown(choice.index, "message", message, pieces, choice.finish)
+
+    def beside(self, choices: Sequence[Choice]) -> JsonObject:
+        """As vLLM: all choices of a chat have one prompt."""
+        if self._rendering.with_token_ids:
+            return {"prompt_token_ids": choices[0].prompt_token_ids}
+        return {}
 
     def _shown(
         self, index: int, name: str, said: JsonObject, pieces: Sequence[Piece], finish: str | None
