@@ -1,10 +1,11 @@
 """A node's whole store, as its clients meet it: `kvtier store` as a process, the SDK here.
 
-Batches of 32 blocks through `BlockStoreClient` and plain memcpy (same thread, same block size,
-sources of 512 MiB walked from end to end, destinations touched before) alternate; a ratio is formed
-within a pair of neighbouring batches. Store and client have CPUs of their own. An acquire of 32
-resident blocks is paired with an empty call on the same Unix socket; the figure is the median of
-the differences.
+Batches of 32 blocks through `BlockStoreClient` and plain memcpy (same thread, same block size)
+alternate; a ratio is formed within a pair of neighbouring batches. Both read a source of 512 MiB,
+both write a destination as large and touched before (memcpy and gets the same one, puts the arena),
+and walk them from end to end, half of them apart. Store and client have CPUs of their own. An
+acquire of 32 resident blocks is paired with an empty call on the same Unix socket; the figure is
+the median of the differences.
 """
 
 import argparse
@@ -125,14 +126,12 @@ def names_at(block: int, first: int) -> list[FrameName]:
 def batches(client: BlockStoreClient, source: Area, block: int) -> tuple[float, float]:
     """Median ratios of put and of get to memcpy; every block is put once and got once."""
     count = len(source) // block // BATCH_BLOCKS * BATCH_BLOCKS
-    target = np.ones(BATCH_BLOCKS * block, np.uint8)
-    into = [target[i * block : (i + 1) * block] for i in range(BATCH_BLOCKS)]
+    target = np.ones(len(source), np.uint8)
     terms = ReadTerms(payload_bytes=block)
     puts, gets = [], []
     for first in range(0, count, BATCH_BLOCKS):
-        parts = [source[(first + i) * block :][:block] for i in range(BATCH_BLOCKS)]
-        copied = copying(target, parts)
-        names = names_at(block, first)
+        copied = copying(target, source, block, first)
+        names, parts = names_at(block, first), parts_of(source, block, first)
         began = time.perf_counter()
         stored = client.put_many(names, parts)
         took = time.perf_counter() - began
@@ -140,27 +139,34 @@ def batches(client: BlockStoreClient, source: Area, block: int) -> tuple[float, 
             raise UnavailableError("a put was refused")
         puts.append(copied / took)
     for first in range(0, count, BATCH_BLOCKS):
-        parts = [source[(first + i) * block :][:block] for i in range(BATCH_BLOCKS)]
-        copied = copying(target, parts)
-        names = names_at(block, first)
+        copied = copying(target, source, block, first)
+        names, into = names_at(block, first), parts_of(target, block, first)
         began = time.perf_counter()
         found = client.get_many(names, into, terms)
         took = time.perf_counter() - began
         if all(result.is_hit for result in found):
             gets.append(copied / took)
+            parts = parts_of(source, block, first)
             if not all(np.array_equal(a, b) for a, b in zip(into, parts, strict=True)):
                 raise AssertionError("wrong bytes")
     return statistics.median(puts), statistics.median(gets)
 
 
-def copying(target: Area, parts: list[Area]) -> float:
-    """Seconds of one batch of memcpy."""
+def parts_of(area: Area, block: int, first: int) -> list[Area]:
+    """The blocks of one batch."""
+    return [area[(first + i) * block :][:block] for i in range(BATCH_BLOCKS)]
+
+
+def copying(target: Area, source: Area, block: int, first: int) -> float:
+    """Seconds of one batch of memcpy: of the half that the store's batch is not of, so that neither
+    finds the other's bytes in a cache."""
     memcpy: Callable[..., object] = _MEMCPY
-    at, block = target.ctypes.data, len(parts[0])
-    addresses = [part.ctypes.data for part in parts]
+    size = BATCH_BLOCKS * block
+    begin = (first * block + len(source) // 2) % len(source) // size * size
+    to, at = target.ctypes.data, source.ctypes.data
     began = time.perf_counter()
-    for i, address in enumerate(addresses):
-        memcpy(at + i * block, address, block)
+    for offset in range(begin, begin + size, block):
+        memcpy(to + offset, at + offset, block)
     return time.perf_counter() - began
 
 
