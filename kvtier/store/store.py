@@ -67,10 +67,8 @@ from kvtier.store.writes import Writes
 from kvtier.tiers.tally import require_open
 from kvtier.types import Fingerprint, Tier
 
-ADOPT_S: Final = 0.002
-"""How long what a writer put by itself may wait for its booking while nothing else is asked."""
 ADOPTIONS_MAX: Final = 1024
-"""Blocks that may wait so ..."""
+"""Blocks that may wait to be booked ..."""
 ADOPTIONS_BYTES_MAX: Final = 64 << 20
 """... and their bytes: what waits is evicted by the arena alone, without a copy below."""
 PROBE_S = 1.0
@@ -104,7 +102,7 @@ class TieredStore:
         self._probing: set[Tier] = set()
         self._written: list[tuple[WrittenBlock, int]] = []
         self._written_bytes = 0
-        self._catching_up: asyncio.TimerHandle | None = None
+        self._catching_up: asyncio.Handle | None = None
         self._is_open = True
         self._is_ended = False
         for lane in self._lanes.values():
@@ -217,7 +215,7 @@ class TieredStore:
             self._catch_up()
         elif self._catching_up is None:
             loop = asyncio.get_running_loop()
-            self._catching_up = loop.call_later(ADOPT_S, self._catch_up)
+            self._catching_up = loop.call_soon(self._catch_up)
 
     async def caught_up(self) -> None:
         """Have what was adopted in the books, and what may not stay dropped, before it returns."""
