@@ -20,11 +20,10 @@ from kvtier.tiers.arena import messages
 _PART_BYTES: Final = 8 << 20
 """Of blocks that are announced and answered together; of their staging area two are in use."""
 _PART_BLOCKS: Final = 64
-_STEP_BYTES: Final = 4 << 20
-"""Of blocks that the store is told of together: it copies them while the next are staged."""
+_STEP_BYTES: Final = 2 << 20
+"""Of blocks that the store is told of together: it copies them while the next are staged. As many
+as keep it busy: smaller ones cost it more messages, larger ones let it sleep in between."""
 _STEP_BLOCKS: Final = 24
-_FIRST_SHARE: Final = 0.25
-"""The first step is small, so that the store begins early; each is twice the one before."""
 _TAIL: Final = 4
 """At most a fourth of a step is no step of its own."""
 _ALIGNMENT: Final = 64
@@ -90,7 +89,6 @@ class Put:
         self._part_bytes = min(_PART_BYTES, staging // 2)
         self._handed: deque[_Part] = deque()
         self._at = 0
-        self._share = _FIRST_SHARE
 
     def run(self) -> list[PutResult]:
         """Hand over part by part, and collect the answers."""
@@ -115,7 +113,7 @@ class Put:
             return False
         return True
 
-    def _run_of(self, begin: int, end: int, bytes_max: float, blocks_max: float) -> int:
+    def _run_of(self, begin: int, end: int, bytes_max: int, blocks_max: int) -> int:
         """Where a run of blocks from `begin` ends that keeps to both; at least one block."""
         at, taken = begin + 1, self._aligned[begin]
         while at < end and at - begin < blocks_max:
@@ -146,13 +144,12 @@ class Put:
     def _steps(self, part: range) -> Iterator[range]:
         begin, end = part.start, part.stop
         while begin < end:
-            share = self._share
-            at = self._run_of(begin, end, share * _STEP_BYTES, share * _STEP_BLOCKS)
+            at = self._run_of(begin, end, _STEP_BYTES, _STEP_BLOCKS)
             left = sum(self._aligned[at:end])
             if _TAIL * left <= _STEP_BYTES and _TAIL * (end - at) <= _STEP_BLOCKS:
                 at = end
             yield range(begin, at)
-            begin, self._share = at, min(1.0, 2 * share)
+            begin = at
 
     def _stage(self, step: range, offsets: Sequence[int]) -> list[int | None]:
         """Copy what is not in the segment yet; what the writer says that the checksums are."""
