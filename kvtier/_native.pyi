@@ -1,10 +1,12 @@
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.types import BytesLike, Integers
+
+_T = TypeVar("_T")
 
 ABI_VERSION: int
 SANITIZED: bool
@@ -172,3 +174,4 @@ def arena_read(
     lengths: Integers,
     destinations: Sequence[BytesLike],
 ) -> bytes: ...
+def instances(kind: type[_T], columns: tuple[object, ...], count: int) -> list[_T]: ...

@@ -43,7 +43,7 @@ from kvtier.ports import (
 from kvtier.sections import DialConfig
 from kvtier.store.values import Presence
 from kvtier.tiers.arena.client import ArenaClientConfig
-from kvtier.tiers.minting import block_to_put, block_wanted
+from kvtier.tiers.minting import blocks_to_put, blocks_wanted
 from kvtier.types import ScopeId, Tier
 from kvtier.wire import blocks
 from kvtier.wire import messages as pb
@@ -405,10 +405,8 @@ def get_requests(
         raise CallerError(f"into: {len(targets)} for {len(names)} blocks")
     if terms.payload_bytes is not None:
         require_integer("payload_bytes", terms.payload_bytes, 0, U64_MAX)
-    return [
-        block_wanted(name, None if target is None else writable(target), terms.payload_bytes)
-        for name, target in zip(names, targets, strict=True)
-    ]
+    flat = [None if target is None else writable(target) for target in targets]
+    return blocks_wanted(names, flat, terms.payload_bytes)
 
 
 def put_requests(
@@ -418,10 +416,7 @@ def put_requests(
     if len(payloads) != len(names):
         raise CallerError(f"payloads: {len(payloads)} for {len(names)} blocks")
     owner, retention = BlockOwner(writer_id, terms.scope), Retention(terms.priority)
-    return [
-        block_to_put(name, readable(payload), owner, retention)
-        for name, payload in zip(names, payloads, strict=True)
-    ]
+    return blocks_to_put(names, [readable(payload) for payload in payloads], owner, retention)
 
 
 def read_arena(arena: SharedArena, requests: Sequence[GetRequest]) -> list[GetResult]:
@@ -435,7 +430,7 @@ def write_arena(arena: SharedArena, requests: Sequence[PutRequest], end: float) 
     with arena.use() as client:
         if client is None:
             return [_UNAVAILABLE] * len(requests)
-        return client.put_many(requests, end)
+        return client.put_flat(requests, end)
 
 
 def _is_open(result: GetResult) -> bool:

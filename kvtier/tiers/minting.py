@@ -5,9 +5,10 @@ or get through shared memory that was a fifth. Setters of the slots do without, 
 is the same value. What must not live here: anything that has not been checked.
 """
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
+from kvtier import _native
 from kvtier.core.eviction import Retention
 from kvtier.core.frame import FrameHeader, FrameName
 from kvtier.ports import (
@@ -20,6 +21,29 @@ from kvtier.ports import (
 )
 from kvtier.types import BytesLike, ScopeId
 
+T = TypeVar("T")
+
+minted: Final = _native.instances
+"""`minted(kind, columns, count)`: instances of a class with slots, made in one call, not checked.
+
+One column a slot, in their order: a list has one value for each instance, anything else is what all
+have. ValueError or TypeError for columns that do not fit the class.
+"""
+
+
+def pure_minted(kind: type[T], columns: tuple[object, ...], count: int) -> list[T]:
+    """Twin of `minted`."""
+    setters = _setters(kind)
+    if len(setters) != len(columns):
+        raise ValueError(f"columns: {len(columns)} for {len(setters)} slots")
+    if any(isinstance(column, list) and len(column) != count for column in columns):
+        raise ValueError("columns: one has not as many values as there are instances")
+    made = [object.__new__(kind) for _ in range(count)]
+    for set_field, column in zip(setters, columns, strict=True):
+        for i, one in enumerate(made):
+            set_field(one, column[i] if isinstance(column, list) else column)
+    return made
+
 
 def _setters(kind: type) -> tuple[Callable[[object, object], None], ...]:
     fields: tuple[str, ...] = kind.__slots__  # type: ignore[attr-defined]
@@ -27,9 +51,7 @@ def _setters(kind: type) -> tuple[Callable[[object, object], None], ...]:
 
 
 _HEADER_NAME, _HEADER_WRITER, _HEADER_BYTES, _HEADER_CHECKSUM = _setters(FrameHeader)
-_GET_NAME, _GET_INTO, _GET_BYTES = _setters(GetRequest)
 _GOT_STATUS, _GOT_PAYLOAD, _GOT_HEADER, _GOT_SCOPE, _GOT_REASON = _setters(GetResult)
-_PUT_NAME, _PUT_PAYLOAD, _PUT_OWNER, _PUT_CHECKSUM, _PUT_RETENTION = _setters(PutRequest)
 _NEW: Final = object.__new__
 
 
@@ -52,23 +74,31 @@ def hit(
     return result
 
 
-def block_wanted(name: FrameName, into: memoryview | None, payload_bytes: int | None) -> GetRequest:
-    """A request whose memory, if given, is flat and writable and whose length is a u64."""
-    request = _NEW(GetRequest)
-    _GET_NAME(request, name)
-    _GET_INTO(request, into)
-    _GET_BYTES(request, payload_bytes)
-    return request
+def hits(
+    names: Sequence[FrameName],
+    writer_ids: Sequence[int],
+    checksums: Sequence[int],
+    payloads: Sequence[memoryview],
+) -> list[GetResult]:
+    """`hit` of each, without a scope."""
+    count = len(names)
+    sizes = [payload.nbytes for payload in payloads]
+    headers = minted(FrameHeader, (list(names), list(writer_ids), sizes, list(checksums)), count)
+    return minted(GetResult, (GetStatus.HIT, list(payloads), headers, NO_SCOPE, ""), count)
 
 
-def block_to_put(
-    name: FrameName, payload: BytesLike, owner: BlockOwner, retention: Retention
-) -> PutRequest:
-    """A request to put a block whose checksum the writer does not know."""
-    request = _NEW(PutRequest)
-    _PUT_NAME(request, name)
-    _PUT_PAYLOAD(request, payload)
-    _PUT_OWNER(request, owner)
-    _PUT_CHECKSUM(request, None)
-    _PUT_RETENTION(request, retention)
-    return request
+def blocks_wanted(
+    names: Sequence[FrameName], into: Sequence[memoryview | None], payload_bytes: int | None
+) -> list[GetRequest]:
+    """Requests whose memory, where given, is flat and writable and whose length is a u64."""
+    return minted(GetRequest, (list(names), list(into), payload_bytes), len(names))
+
+
+def blocks_to_put(
+    names: Sequence[FrameName],
+    payloads: Sequence[BytesLike],
+    owner: BlockOwner,
+    retention: Retention,
+) -> list[PutRequest]:
+    """Requests to put blocks whose checksums the writer does not know."""
+    return minted(PutRequest, (list(names), list(payloads), owner, None, retention), len(names))

@@ -12,5 +12,6 @@ void bind_checksum(nanobind::module_& m);
 void bind_copy(nanobind::module_& m);
 void bind_slots(nanobind::module_& m);
 void bind_arena(nanobind::module_& m);
+void bind_instances(nanobind::module_& m);
 
 }  // namespace kvtier

@@ -12,4 +12,5 @@ NB_MODULE(_native, m) {
   kvtier::bind_copy(m);
   kvtier::bind_slots(m);
   kvtier::bind_arena(m);
+  kvtier::bind_instances(m);
 }

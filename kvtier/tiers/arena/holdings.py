@@ -27,12 +27,11 @@ from kvtier.tiers.arena.directory import (
     packed_names,
 )
 from kvtier.tiers.arena.slabs import Lengths, SlabAllocator, Slot, is_close, slot_bytes
+from kvtier.tiers.minting import minted
 from kvtier.tiers.residents import Residents
 from kvtier.tiers.tally import Tally
 from kvtier.types import ScopeId
 
-_BLOCK_WORDS = 5
-"""Of a `packed_block`."""
 _LOOKAHEAD_BLOCKS = 16
 """How far down the order of eviction room of the right class is looked for."""
 
@@ -81,7 +80,7 @@ class Prepared:
     packed: bytes
     """The names."""
     blocks: npt.NDArray[np.uint64]
-    """One row each, as `packed_block`; the checksums are still to come."""
+    """One column each, as `packed_block`; the checksums are still to come."""
     published: int
     """How often anything had been published before."""
 
@@ -155,10 +154,10 @@ class Holdings:
             slots = self._take_slots(size, len(entries))
             self._entries.free(entries[len(slots) :])
             self._reserved += len(slots)
-            taken += [
-                Reservation(wanted[i], slot, entry)
-                for i, slot, entry in zip(positions, slots, entries, strict=False)
-            ]
+            served = [wanted[i] for i in positions[: len(slots)]]
+            del entries[len(slots) :]
+            open_ = ReservationState.OPEN
+            taken += minted(Reservation, (served, slots, entries, open_), len(slots))
             taken += [Refusal.FULL] * (len(positions) - len(slots))
         return taken
 
@@ -173,23 +172,28 @@ class Holdings:
         if len(reservations) < len(answers):
             self.abort(reservations)
             return None
-        blocks = [
-            (one.entry, one.slot.offset, one.wanted.owner.writer_id, one.wanted.payload_bytes, 0)
-            for one in reservations
-        ]
-        rows = np.array(blocks, np.uint64).reshape(len(blocks), _BLOCK_WORDS)
-        return Prepared(reservations, names, packed_names(names), rows, self._published)
+        columns = np.array(
+            [
+                [one.entry for one in reservations],
+                [one.slot.offset for one in reservations],
+                [one.owner.writer_id for one in wanted],
+                [one.payload_bytes for one in wanted],
+                [0] * len(names),
+            ],
+            np.uint64,
+        )
+        return Prepared(reservations, names, packed_names(names), columns, self._published)
 
     def publish_prepared(self, prepared: Prepared, checksums: Sequence[int]) -> list[PutResult]:
         """`publish`, with what was prepared if nothing has been published since."""
         if prepared.published != self._published:
             return self.publish(prepared.reservations, checksums)
         require_open_reservations(prepared.reservations)
-        prepared.blocks[:, _BLOCK_WORDS - 1] = checksums
+        prepared.blocks[-1] = checksums
         return self._publish_packed(
             prepared.reservations,
             prepared.names,
-            (prepared.packed, prepared.blocks.tobytes()),
+            (prepared.packed, prepared.blocks.T.tobytes()),
             checksums,
         )
 
@@ -321,25 +325,31 @@ class Holdings:
     def _keep(
         self, published: Sequence[Reservation], checksums: Sequence[int], generations: Sequence[int]
     ) -> None:
-        held, by_entry, by_slab = self.held, self.by_entry, self._by_slab
-        for one, checksum, generation in zip(published, checksums, generations, strict=True):
-            wanted, slot, entry = one.wanted, one.slot, one.entry
-            name, owner = wanted.name, wanted.owner
-            held[name] = Held(
-                entry,
-                generation,
-                slot,
-                owner.writer_id,
-                owner.scope,
-                wanted.payload_bytes,
-                checksum,
-            )
-            by_entry[entry] = name
+        wanted = [one.wanted for one in published]
+        entries = [one.entry for one in published]
+        slots = [one.slot for one in published]
+        owners = [one.owner for one in wanted]
+        columns = (
+            entries,
+            list(generations),
+            slots,
+            [owner.writer_id for owner in owners],
+            [owner.scope for owner in owners],
+            [one.payload_bytes for one in wanted],
+            list(checksums),
+        )
+        names = [one.name for one in wanted]
+        self.held.update(zip(names, minted(Held, columns, len(names)), strict=True))
+        self.by_entry.update(zip(entries, names, strict=True))
+        by_slab = self._by_slab
+        for slot, entry in zip(slots, entries, strict=True):
             neighbours = by_slab.get(slot.slab)
             if neighbours is None:
                 neighbours = by_slab[slot.slab] = {}
             neighbours[entry] = None
-            one.state = ReservationState.CLOSED
+        closed = ReservationState.CLOSED
+        for one in published:
+            one.state = closed
         self._reserved -= len(published)
 
     def _close(self, reservation: Reservation) -> None:

@@ -14,11 +14,12 @@ from enum import IntEnum
 from typing import Final
 
 from kvtier.core.eviction import Retention
-from kvtier.core.frame import FrameName, KeyKind, prefix_key_name
+from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import CallerError
 from kvtier.ports import BlockOwner, PutRequest, PutResult, PutStatus
 from kvtier.tiers.arena.directory import NAME_BYTES, packed_name, parsed_name
 from kvtier.tiers.arena.holdings import Wanted
+from kvtier.tiers.minting import minted
 from kvtier.types import Fingerprint, ScopeId
 
 MESSAGE_BYTES_MAX: Final = 96 << 10
@@ -33,6 +34,8 @@ _COUNT: Final = struct.Struct("<H")
 _COMMIT: Final = struct.Struct("<QQQQBH")
 _COMMIT_ITEM: Final = struct.Struct("<16sI12s32s32sQQQQBH")
 """The five parts of a packed name, split where the codec id is, and a `_COMMIT`."""
+_BEGIN_ITEM: Final = struct.Struct("<12sHHI12x32s32sQQQQBH")
+"""The same bytes by the fields of a name."""
 _PREFIX_NAME_BEGIN: Final = packed_name(
     FrameName(KeyKind.PREFIX_KEY, bytes(32), Fingerprint(bytes(32)))
 )[:16]
@@ -187,11 +190,17 @@ def pack_begin(
 ) -> bytes:
     """Blocks that will be put at these offsets of the segment; parsed by `parse_commit`."""
     packer = _CommitPacker()
-    parts, name_of, fields_of = packer.parts, packed_name, _COMMIT.pack
+    parts, pack_item, owner_of = packer.parts, _BEGIN_ITEM.pack, packer.owner
+    head = _PREFIX_NAME_BEGIN[:12]
     for request, offset, size in zip(requests, offsets, sizes, strict=True):
-        parts.append(name_of(request.name))
-        owner = packer.owner(request.owner, request.retention)
-        parts.append(fields_of(offset, size, 0, 0, False, owner))
+        name = request.name
+        key = name.key
+        parts.append(
+            pack_item(
+                head, name.key_kind, len(key), name.codec_id, key, name.namespace,
+                offset, size, 0, 0, False, owner_of(request.owner, request.retention),
+            )
+        )  # fmt: skip
     return pack(Kind.BEGIN, len(requests), tag, packer.body())
 
 
@@ -239,27 +248,34 @@ def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:
     items = reader.rest()
     if len(items) != count * _COMMIT_ITEM.size:
         raise CallerError(f"{len(items)} bytes for {count} blocks to commit")
-    blocks = []
-    for i, fields in enumerate(_COMMIT_ITEM.iter_unpack(items)):
-        begin, codec_id, zeros, key, namespace, *rest = fields
-        offset, size, reservation, checksum, has_checksum, owner = rest
-        if owner >= owners_count:
-            raise CallerError("a block's owner is not in its message")
-        if begin == _PREFIX_NAME_BEGIN and zeros == _NAME_ZEROS:
-            name = prefix_key_name(key, namespace, codec_id)
-        else:
-            start = i * _COMMIT_ITEM.size
-            name = parsed_name(items[start : start + NAME_BYTES])
-        by, retention = owners[owner]
-        blocks.append(
-            BlockToCommit(
-                Wanted(name, size, by, retention),
-                offset,
-                checksum if has_checksum else None,
-                reservation,
-            )
-        )
-    return blocks
+    if not count:
+        return []
+    columns = list(zip(*_COMMIT_ITEM.iter_unpack(items), strict=True))
+    offsets, sizes, reservations, checksums, are_known, by = map(list, columns[5:])
+    if max(by) >= owners_count:
+        raise CallerError("a block's owner is not in its message")
+    same = owners_count == 1
+    owner = owners[0][0] if same else [owners[i][0] for i in by]
+    retention = owners[0][1] if same else [owners[i][1] for i in by]
+    names = _names(items, columns[:5])
+    wanted = minted(Wanted, (names, sizes, owner, retention), count)
+    declared: list[int | None] | None = None
+    if any(are_known):
+        declared = [one if known else None for one, known in zip(checksums, are_known, strict=True)]
+    return minted(BlockToCommit, (wanted, offsets, declared, reservations), count)
+
+
+def _names(items: bytes, columns: Sequence[tuple[object, ...]]) -> list[FrameName]:
+    """The names of `_COMMIT_ITEM`s, whose first columns are given."""
+    begins, codecs, zeros, keys, namespaces = columns
+    count = len(begins)
+    if begins.count(_PREFIX_NAME_BEGIN) == zeros.count(_NAME_ZEROS) == count:
+        one = namespaces.count(namespaces[0]) == count
+        namespace = namespaces[0] if one else list(namespaces)
+        fields = (KeyKind.PREFIX_KEY, list(keys), namespace, list(codecs))
+        return minted(FrameName, fields, count)
+    starts = range(0, len(items), _COMMIT_ITEM.size)
+    return [parsed_name(items[at : at + NAME_BYTES]) for at in starts]
 
 
 def pack_reserve(tag: int, ttl_ms: int, blocks: Sequence[Wanted]) -> bytes:

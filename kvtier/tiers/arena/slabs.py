@@ -19,6 +19,7 @@ from typing import Final
 from kvtier.core.checks import require_integer
 from kvtier.core.slots import SlotAllocator
 from kvtier.errors import CallerError
+from kvtier.tiers.minting import minted
 
 ALIGNMENT_BYTES: Final = 64
 _ROUNDING: Final = 8
@@ -115,7 +116,8 @@ class SlabAllocator:
             slots = self._slabs[slab].slots
             start = slab * self.slab_bytes
             indexes = slots.allocate_up_to(count - len(taken)).tolist()
-            taken += [Slot(start + index * size, size, slab, index) for index in indexes]
+            offsets = [start + index * size for index in indexes]
+            taken += minted(Slot, (offsets, size, slab, indexes), len(indexes))
             if not slots.free_count:
                 del candidates[slab]
         if not candidates:
