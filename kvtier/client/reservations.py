@@ -2,11 +2,13 @@
 
 Routers may follow different index replicas, so a reservation goes to each of them, or routers would
 herd after all. Reservations die with their stream; one that breaks is opened again and told what
-still lives. What must not live here: what a reservation does.
+still lives. The first message after a pause leaves at once, those that follow it within GATHER_S
+leave together. What must not live here: what a reservation does.
 """
 
 import asyncio
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -31,6 +33,9 @@ from kvtier.wire.loop_thread import end, raise_if_cancelled, spawn
 
 LOG = EventLog("kvtier.client")
 _QUEUE_COUNT_MAX = 4 * RESERVATIONS_PER_ROUTER_MAX
+GATHER_S = 0.005
+_GROUP_COUNT_MAX = 256
+_GROUP_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class ReserveSession:
         answer: asyncio.Future[ReserveResult] = loop.create_future()
         self._live[wanted.key] = _Live(wanted, loop.time() + wanted.ttl_ms / 1000)
         self._waiting[wanted.key] = answer
-        request = pb.ReserveRequest(reserve=_message(wanted, wanted.ttl_ms))
+        request = _Said(wanted.key, _message(wanted, wanted.ttl_ms), is_answered=True)
         is_kept = False
         try:
             await self._say(request, deadline_s or self._config.deadline_s, answer)
@@ -109,7 +114,7 @@ class ReserveSession:
             del self._waiting[wanted.key]
             if not is_kept:
                 self._live.pop(wanted.key, None)
-                self._send(pb.ReserveRequest(release_key=wanted.key))
+                self._send(_Said(wanted.key, None))
 
     def tell(self, wanted: OwnReservation) -> None:
         """As `reserve`, but nobody waits for an answer, and none is an error: for a caller whose
@@ -122,12 +127,12 @@ class ReserveSession:
         if wanted.key in self._live or len(self._live) >= RESERVATIONS_PER_ROUTER_MAX:
             return
         self._live[wanted.key] = _Live(wanted, now + wanted.ttl_ms / 1000)
-        self._send(pb.ReserveRequest(reserve=_message(wanted, wanted.ttl_ms)))
+        self._send(_Said(wanted.key, _message(wanted, wanted.ttl_ms)))
 
     def release(self, key: str) -> None:
         """Give one back, at every index; returns at once. Unknown keys are no error."""
         if self._live.pop(key, None) is not None:
-            self._send(pb.ReserveRequest(release_key=key))
+            self._send(_Said(key, None))
 
     @property
     def live_count(self) -> int:
@@ -139,7 +144,7 @@ class ReserveSession:
 
     async def _say(
         self,
-        request: pb.ReserveRequest,
+        request: "_Said",
         deadline_s: float,
         answer: "asyncio.Future[ReserveResult]",
     ) -> None:
@@ -157,10 +162,9 @@ class ReserveSession:
             errors = "; ".join(stream.last_error for stream in self._streams)
             raise UnavailableError(f"no index is connected: {errors}") from None
 
-    def _send(self, request: pb.ReserveRequest) -> bool:
+    def _send(self, said: "_Said") -> bool:
         """Queue for every open stream; whether there is any."""
-        data = request.SerializeToString()
-        sent = [stream.send(data) for stream in self._streams]
+        sent = [stream.send(said) for stream in self._streams]
         return any(sent)
 
     def heard(self, response: pb.ReserveResponse) -> None:
@@ -171,7 +175,7 @@ class ReserveSession:
                 ReserveResult(response.granted, response.reason, response.worker_prefill_tokens)
             )
 
-    def opened(self) -> list[bytes]:
+    def opened(self) -> list["_Said"]:
         """A stream has just opened; returns what it must say first (called by the streams)."""
         self._opened.set()
         self._forget_ended()
@@ -179,8 +183,8 @@ class ReserveSession:
         said = []
         for live in self._live.values():
             ttl_ms = max(1, int((live.ends_at - now) * 1000))
-            request = pb.ReserveRequest(reserve=_message(live.reservation, ttl_ms))
-            said.append(request.SerializeToString())
+            key = live.reservation.key
+            said.append(_Said(key, _message(live.reservation, ttl_ms), key in self._waiting))
         return said
 
     def pause_s(self, failures: int) -> float:
@@ -192,6 +196,22 @@ class ReserveSession:
             del self._live[key]
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """One thing that every index must hear."""
+
+    key: str
+    reservation: pb.Reservation | None
+    """None: the key is given back."""
+    is_answered: bool = False
+    """Somebody waits for what the index says."""
+
+    def alone(self) -> bytes:
+        if self.reservation is None:
+            return pb.ReserveRequest(release_key=self.key).SerializeToString()
+        return pb.ReserveRequest(reserve=self.reservation).SerializeToString()
+
+
 class _Stream:
     """The Reserve stream to one target."""
 
@@ -199,20 +219,23 @@ class _Stream:
         self._session = session
         self._dialer = targets.new_dialer(target)
         self._target = target
-        self._queue: asyncio.Queue[bytes] = asyncio.Queue(_QUEUE_COUNT_MAX)
+        self._queue: deque[_Said] = deque()
+        self._queued = asyncio.Event()
+        self._takes_groups = False
         self.is_open = False
         self.last_error = f"{target}: not connected yet"
 
-    def send(self, data: bytes) -> bool:
+    def send(self, said: _Said) -> bool:
         """Queue a message; False where the stream is not open. A full queue breaks the stream:
         what lives is told anew on the next one."""
+        if self.is_open and len(self._queue) >= _QUEUE_COUNT_MAX:
+            self.is_open = False
+            self._queued.set()
         if not self.is_open:
             return False
-        try:
-            self._queue.put_nowait(data)
-        except asyncio.QueueFull:
-            self.is_open = False
-            return False
+        self._queue.append(said)
+        if len(self._queue) == 1:
+            self._queued.set()
         return True
 
     async def run(self) -> None:
@@ -238,13 +261,16 @@ class _Stream:
     async def _serve(self) -> None:
         """One stream from beginning to end. Each has an epoch of its own: an index that has not
         yet noticed the end of the one before it must not take this one down with it."""
-        self._queue = asyncio.Queue(_QUEUE_COUNT_MAX)
+        self._queue, self._queued, self._takes_groups = deque(), asyncio.Event(), False
         epoch = Epoch(secrets.randbelow(U64_MAX) + 1)
         try:
             call = rpc.call(self._dialer.channel(), rpc.INDEX, "Reserve")(self._requests(epoch))
             try:
                 while (response := await call.read()) is not grpc.aio.EOF:
-                    self._session.heard(response)
+                    if response.groups:
+                        self._takes_groups = True
+                    else:
+                        self._session.heard(response)
                 self.last_error = f"{self._target}: the index ended the stream"
             finally:
                 self.is_open = False
@@ -255,13 +281,38 @@ class _Stream:
             self.last_error = f"{self._target}: {error}"
 
     async def _requests(self, epoch: Epoch) -> AsyncIterator[bytes]:
-        hello = pb.RouterHello(router=self._session.router, epoch=epoch)
+        hello = pb.RouterHello(router=self._session.router, epoch=epoch, groups=True)
         yield pb.ReserveRequest(hello=hello).SerializeToString()
         self.is_open = True  # the Hello has left: only now there is a connection
-        for data in self._session.opened():
-            yield data
+        self._queue.extendleft(reversed(self._session.opened()))
         while self.is_open:
-            yield await self._queue.get()
+            while self._queue:
+                yield self._next()
+            self._queued.clear()
+            if self._takes_groups:
+                await asyncio.sleep(GATHER_S)
+            if not self._queue:
+                await self._queued.wait()
+
+    def _next(self) -> bytes:
+        """The next message, with those behind it where the index takes groups and nobody waits
+        for an answer. What was reserved and given back again within a group is not said at all."""
+        first = self._queue.popleft()
+        if not self._takes_groups or first.is_answered or not self._queue:
+            return first.alone()
+        group, reserved, size = pb.ReserveGroup(), {}, 0
+        said: _Said | None = first
+        while said is not None:
+            if said.reservation is not None:
+                reserved[said.key] = said.reservation
+                size += len(said.reservation.predicted_hashes)
+            elif reserved.pop(said.key, None) is None:
+                group.release_keys.append(said.key)
+            is_full = size > _GROUP_BYTES_MAX or len(reserved) >= _GROUP_COUNT_MAX
+            is_over = is_full or not self._queue or self._queue[0].is_answered
+            said = None if is_over else self._queue.popleft()
+        group.reserve.extend(reserved.values())
+        return pb.ReserveRequest(group=group).SerializeToString()
 
 
 def _message(wanted: OwnReservation, ttl_ms: int) -> pb.Reservation:

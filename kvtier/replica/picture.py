@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import DecodeError
 
 from kvtier.core.fleet import Chain, Fleet, HolderInfo
 from kvtier.core.identity import Pool
@@ -77,6 +78,10 @@ class Picture:
     def take(self, message: pb.SnapshotResponse, now: float) -> None:
         """Apply one message. CallerError or IdentityError where it makes no sense here."""
         match message.WhichOneof("message"):
+            case "group":
+                for one in message.group.messages:
+                    self._take_part(one, now)
+                return
             case "batch":
                 part = message.batch
                 self.index.apply(HolderId(part.holder), part.shard, convert.batch_from(part.batch))
@@ -113,6 +118,16 @@ class Picture:
                 self.index.predict(holder, own.hashes, ticket, expires_at)
 
     # ---- parts
+
+    def _take_part(self, data: bytes, now: float) -> None:
+        """Apply one message of a group."""
+        try:
+            part = pb.SnapshotResponse.FromString(data)
+        except DecodeError as error:
+            raise CallerError("a group of the index contains what is no message") from error
+        if part.HasField("group"):
+            raise CallerError("a group of the index contains a group")
+        self.take(part, now)
 
     def _take_holder(self, message: pb.Holder, now: float) -> None:
         holder = HolderId(message.holder)

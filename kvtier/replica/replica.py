@@ -364,7 +364,11 @@ class IndexReplica:
         """Follow one index until it ends, fails, or falls silent."""
         call_snapshot = rpc.call(self._dialers[target].channel(), rpc.INDEX, "Snapshot")
         picture, looked_at = self._new_picture(), float("-inf")
-        call = call_snapshot(pb.SnapshotRequest(models=self._config.models, follow=True))
+        call = call_snapshot(
+            pb.SnapshotRequest(
+                models=self._config.models, follow=True, groups=True, router=self._config.router
+            )
+        )
         try:
             while True:
                 async with asyncio.timeout(self._config.silence_s):

@@ -17,7 +17,7 @@ from kvtier.wire._pb import events_pb2 as kvtier_dot_v1_dot_events__pb2
 from kvtier.wire._pb import identity_pb2 as kvtier_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/index.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/events.proto\x1a\x18kvtier/v1/identity.proto\"t\n\nMatchQuery\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0c\n\x04pool\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x13\n\x0bserved_name\x18\x04 \x01(\t\x12\x12\n\nscope_salt\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\"6\n\x0cMatchRequest\x12&\n\x07queries\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.MatchQuery\"\x84\x01\n\x0bMatchResult\x12\x0f\n\x07workers\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x13\n\x0brun_offsets\x18\x03 \x01(\x0c\x12\x13\n\x0brun_sources\x18\x04 \x01(\x0c\x12\x12\n\nrun_blocks\x18\x05 \x01(\x0c\x12\x16\n\x0equeried_blocks\x18\x06 \x01(\r\"e\n\tWorkerRef\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x1f\n\x05trust\x18\x03 \x01(\x0e\x32\x10.kvtier.v1.Trust\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\"t\n\rMatchResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.MatchResult\x12%\n\x07workers\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.WorkerRef\x12\x13\n\x0bindex_epoch\x18\x03 \x01(\x06\",\n\x0bRouterHello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\"\x7f\n\x0bReservation\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\x04\x12\x18\n\x10predicted_hashes\x18\x05 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"\x86\x01\n\x0eReserveRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvtier.v1.RouterHelloH\x00\x12)\n\x07reserve\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.ReservationH\x00\x12\x15\n\x0brelease_key\x18\x03 \x01(\tH\x00\x42\t\n\x07message\"^\n\x0fReserveResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1d\n\x15worker_prefill_tokens\x18\x04 \x01(\x04\"=\n\x0eReleaseRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0c\n\x04keys\x18\x03 \x03(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"1\n\x0fSnapshotRequest\x12\x0e\n\x06models\x18\x01 \x03(\t\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\"\x82\x02\n\x06Holder\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\x1f\n\x05hello\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Hello\x12\x1f\n\x05trust\x18\x03 \x01(\x0e\x32\x10.kvtier.v1.Trust\x12\x17\n\x0f\x64\x65graded_reason\x18\x04 \x01(\t\x12\x0e\n\x06hidden\x18\x05 \x01(\x08\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvtier.v1.Load\x12\x1f\n\x17reserved_prefill_tokens\x18\x07 \x01(\x04\x12\x19\n\x11reserved_requests\x18\x08 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\r\x12\x12\n\nnamespaces\x18\n \x03(\x0c\"^\n\x0cHolderBlocks\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x1f\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x10.kvtier.v1.Batch\"M\n\x0bHolderBatch\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x1f\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Batch\"\x8f\x01\n\nPrediction\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x04\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06router\x18\x06 \x01(\t\x12\x0b\n\x03key\x18\x07 \x01(\t\x12\x0c\n\x04over\x18\x08 \x01(\x08\"\xad\x02\n\x10SnapshotResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12#\n\x06holder\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.HolderH\x00\x12)\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.HolderBlocksH\x00\x12\x12\n\x08\x63omplete\x18\x04 \x01(\x08H\x00\x12\'\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x16.kvtier.v1.HolderBatchH\x00\x12\x18\n\x0eremoved_holder\x18\x06 \x01(\rH\x00\x12+\n\nprediction\x18\x07 \x01(\x0b\x32\x15.kvtier.v1.PredictionH\x00\x12\x13\n\theartbeat\x18\x08 \x01(\x08H\x00\x12\x13\n\x0bindex_epoch\x18\t \x01(\x06\x42\t\n\x07message\"#\n\x11WatchFleetRequest\x12\x0e\n\x06models\x18\x01 \x03(\t\"\xdf\x01\n\nFleetEvent\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.kvtier.v1.FleetEvent.Kind\x12!\n\x06holder\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Holder\"\x83\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_JOINED\x10\x01\x12\x10\n\x0cKIND_CHANGED\x10\x02\x12\x0f\n\x0bKIND_HIDDEN\x10\x03\x12\x10\n\x0cKIND_RESUMED\x10\x04\x12\r\n\tKIND_LEFT\x10\x05\x12\x10\n\x0cKIND_CURRENT\x10\x06\"\x0e\n\x0cStatsRequest\")\n\nNamedCount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"8\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\x8e\x01\n\x0bHolderStats\x12!\n\x06holder\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Holder\x12#\n\x05tiers\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.TierStats\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.NamedCount\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\"\x8f\x02\n\rStatsResponse\x12\x13\n\x0bindex_epoch\x18\x01 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08holdings\x18\x03 \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x04 \x01(\x04\x12\r\n\x05nodes\x18\x05 \x01(\x04\x12\'\n\x07holders\x18\x06 \x03(\x0b\x32\x16.kvtier.v1.HolderStats\x12%\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x15.kvtier.v1.NamedCount\x12\x16\n\x0equeried_blocks\x18\x08 \x01(\x04\x12\x16\n\x0ematched_blocks\x18\t \x01(\x04\x12\x10\n\x08position\x18\n \x01(\x04\x12\x11\n\tfollowers\x18\x0b \x01(\r2\xd9\x03\n\x05Index\x12\x44\n\x07Publish\x12\x19.kvtier.v1.PublishRequest\x1a\x1a.kvtier.v1.PublishResponse(\x01\x30\x01\x12:\n\x05Match\x12\x17.kvtier.v1.MatchRequest\x1a\x18.kvtier.v1.MatchResponse\x12\x44\n\x07Reserve\x12\x19.kvtier.v1.ReserveRequest\x1a\x1a.kvtier.v1.ReserveResponse(\x01\x30\x01\x12@\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x1a.kvtier.v1.ReleaseResponse\x12\x45\n\x08Snapshot\x12\x1a.kvtier.v1.SnapshotRequest\x1a\x1b.kvtier.v1.SnapshotResponse0\x01\x12\x43\n\nWatchFleet\x12\x1c.kvtier.v1.WatchFleetRequest\x1a\x15.kvtier.v1.FleetEvent0\x01\x12:\n\x05Stats\x12\x17.kvtier.v1.StatsRequest\x1a\x18.kvtier.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvtier/v1/index.proto\x12\tkvtier.v1\x1a\x16kvtier/v1/events.proto\x1a\x18kvtier/v1/identity.proto\"t\n\nMatchQuery\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x0c\n\x04pool\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x13\n\x0bserved_name\x18\x04 \x01(\t\x12\x12\n\nscope_salt\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\"6\n\x0cMatchRequest\x12&\n\x07queries\x18\x01 \x03(\x0b\x32\x15.kvtier.v1.MatchQuery\"\x84\x01\n\x0bMatchResult\x12\x0f\n\x07workers\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x13\n\x0brun_offsets\x18\x03 \x01(\x0c\x12\x13\n\x0brun_sources\x18\x04 \x01(\x0c\x12\x12\n\nrun_blocks\x18\x05 \x01(\x0c\x12\x16\n\x0equeried_blocks\x18\x06 \x01(\r\"e\n\tWorkerRef\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\x12\x1f\n\x05trust\x18\x03 \x01(\x0e\x32\x10.kvtier.v1.Trust\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\"t\n\rMatchResponse\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.MatchResult\x12%\n\x07workers\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.WorkerRef\x12\x13\n\x0bindex_epoch\x18\x03 \x01(\x06\"<\n\x0bRouterHello\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0e\n\x06groups\x18\x03 \x01(\x08\"\x7f\n\x0bReservation\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x0f\n\x07\x64p_rank\x18\x03 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x04 \x01(\x04\x12\x18\n\x10predicted_hashes\x18\x05 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"M\n\x0cReserveGroup\x12\'\n\x07reserve\x18\x01 \x03(\x0b\x32\x16.kvtier.v1.Reservation\x12\x14\n\x0crelease_keys\x18\x02 \x03(\t\"\xb0\x01\n\x0eReserveRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.kvtier.v1.RouterHelloH\x00\x12)\n\x07reserve\x18\x02 \x01(\x0b\x32\x16.kvtier.v1.ReservationH\x00\x12\x15\n\x0brelease_key\x18\x03 \x01(\tH\x00\x12(\n\x05group\x18\x04 \x01(\x0b\x32\x17.kvtier.v1.ReserveGroupH\x00\x42\t\n\x07message\"n\n\x0fReserveResponse\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07granted\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1d\n\x15worker_prefill_tokens\x18\x04 \x01(\x04\x12\x0e\n\x06groups\x18\x05 \x01(\x08\"=\n\x0eReleaseRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x0c\n\x04keys\x18\x03 \x03(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r\"Q\n\x0fSnapshotRequest\x12\x0e\n\x06models\x18\x01 \x03(\t\x12\x0e\n\x06\x66ollow\x18\x02 \x01(\x08\x12\x0e\n\x06groups\x18\x03 \x01(\x08\x12\x0e\n\x06router\x18\x04 \x01(\t\"\x82\x02\n\x06Holder\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\x1f\n\x05hello\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.Hello\x12\x1f\n\x05trust\x18\x03 \x01(\x0e\x32\x10.kvtier.v1.Trust\x12\x17\n\x0f\x64\x65graded_reason\x18\x04 \x01(\t\x12\x0e\n\x06hidden\x18\x05 \x01(\x08\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvtier.v1.Load\x12\x1f\n\x17reserved_prefill_tokens\x18\x07 \x01(\x04\x12\x19\n\x11reserved_requests\x18\x08 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\r\x12\x12\n\nnamespaces\x18\n \x03(\x0c\"^\n\x0cHolderBlocks\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x1f\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x10.kvtier.v1.Batch\"M\n\x0bHolderBatch\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\r\n\x05shard\x18\x02 \x01(\r\x12\x1f\n\x05\x62\x61tch\x18\x03 \x01(\x0b\x32\x10.kvtier.v1.Batch\"\x8f\x01\n\nPrediction\x12\x0e\n\x06holder\x18\x01 \x01(\r\x12\x0e\n\x06ticket\x18\x02 \x01(\x04\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\x04\x12\x0e\n\x06router\x18\x06 \x01(\t\x12\x0b\n\x03key\x18\x07 \x01(\t\x12\x0c\n\x04over\x18\x08 \x01(\x08\"!\n\rSnapshotGroup\x12\x10\n\x08messages\x18\x01 \x03(\x0c\"\xd8\x02\n\x10SnapshotResponse\x12\x10\n\x08position\x18\x01 \x01(\x04\x12#\n\x06holder\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.HolderH\x00\x12)\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.kvtier.v1.HolderBlocksH\x00\x12\x12\n\x08\x63omplete\x18\x04 \x01(\x08H\x00\x12\'\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x16.kvtier.v1.HolderBatchH\x00\x12\x18\n\x0eremoved_holder\x18\x06 \x01(\rH\x00\x12+\n\nprediction\x18\x07 \x01(\x0b\x32\x15.kvtier.v1.PredictionH\x00\x12\x13\n\theartbeat\x18\x08 \x01(\x08H\x00\x12)\n\x05group\x18\n \x01(\x0b\x32\x18.kvtier.v1.SnapshotGroupH\x00\x12\x13\n\x0bindex_epoch\x18\t \x01(\x06\x42\t\n\x07message\"#\n\x11WatchFleetRequest\x12\x0e\n\x06models\x18\x01 \x03(\t\"\xdf\x01\n\nFleetEvent\x12(\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.kvtier.v1.FleetEvent.Kind\x12!\n\x06holder\x18\x02 \x01(\x0b\x32\x11.kvtier.v1.Holder\"\x83\x01\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_JOINED\x10\x01\x12\x10\n\x0cKIND_CHANGED\x10\x02\x12\x0f\n\x0bKIND_HIDDEN\x10\x03\x12\x10\n\x0cKIND_RESUMED\x10\x04\x12\r\n\tKIND_LEFT\x10\x05\x12\x10\n\x0cKIND_CURRENT\x10\x06\"\x0e\n\x0cStatsRequest\")\n\nNamedCount\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"8\n\tTierStats\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"\x8e\x01\n\x0bHolderStats\x12!\n\x06holder\x18\x01 \x01(\x0b\x32\x11.kvtier.v1.Holder\x12#\n\x05tiers\x18\x02 \x03(\x0b\x32\x14.kvtier.v1.TierStats\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.kvtier.v1.NamedCount\x12\x10\n\x08last_seq\x18\x04 \x01(\x04\"\x8f\x02\n\rStatsResponse\x12\x13\n\x0bindex_epoch\x18\x01 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08holdings\x18\x03 \x01(\x04\x12\x13\n\x0bindex_bytes\x18\x04 \x01(\x04\x12\r\n\x05nodes\x18\x05 \x01(\x04\x12\'\n\x07holders\x18\x06 \x03(\x0b\x32\x16.kvtier.v1.HolderStats\x12%\n\x06\x65vents\x18\x07 \x03(\x0b\x32\x15.kvtier.v1.NamedCount\x12\x16\n\x0equeried_blocks\x18\x08 \x01(\x04\x12\x16\n\x0ematched_blocks\x18\t \x01(\x04\x12\x10\n\x08position\x18\n \x01(\x04\x12\x11\n\tfollowers\x18\x0b \x01(\r2\xd9\x03\n\x05Index\x12\x44\n\x07Publish\x12\x19.kvtier.v1.PublishRequest\x1a\x1a.kvtier.v1.PublishResponse(\x01\x30\x01\x12:\n\x05Match\x12\x17.kvtier.v1.MatchRequest\x1a\x18.kvtier.v1.MatchResponse\x12\x44\n\x07Reserve\x12\x19.kvtier.v1.ReserveRequest\x1a\x1a.kvtier.v1.ReserveResponse(\x01\x30\x01\x12@\n\x07Release\x12\x19.kvtier.v1.ReleaseRequest\x1a\x1a.kvtier.v1.ReleaseResponse\x12\x45\n\x08Snapshot\x12\x1a.kvtier.v1.SnapshotRequest\x1a\x1b.kvtier.v1.SnapshotResponse0\x01\x12\x43\n\nWatchFleet\x12\x1c.kvtier.v1.WatchFleetRequest\x1a\x15.kvtier.v1.FleetEvent0\x01\x12:\n\x05Stats\x12\x17.kvtier.v1.StatsRequest\x1a\x18.kvtier.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,45 +35,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MATCHRESPONSE']._serialized_start=498
   _globals['_MATCHRESPONSE']._serialized_end=614
   _globals['_ROUTERHELLO']._serialized_start=616
-  _globals['_ROUTERHELLO']._serialized_end=660
-  _globals['_RESERVATION']._serialized_start=662
-  _globals['_RESERVATION']._serialized_end=789
-  _globals['_RESERVEREQUEST']._serialized_start=792
-  _globals['_RESERVEREQUEST']._serialized_end=926
-  _globals['_RESERVERESPONSE']._serialized_start=928
-  _globals['_RESERVERESPONSE']._serialized_end=1022
-  _globals['_RELEASEREQUEST']._serialized_start=1024
-  _globals['_RELEASEREQUEST']._serialized_end=1085
-  _globals['_RELEASERESPONSE']._serialized_start=1087
-  _globals['_RELEASERESPONSE']._serialized_end=1122
-  _globals['_SNAPSHOTREQUEST']._serialized_start=1124
-  _globals['_SNAPSHOTREQUEST']._serialized_end=1173
-  _globals['_HOLDER']._serialized_start=1176
-  _globals['_HOLDER']._serialized_end=1434
-  _globals['_HOLDERBLOCKS']._serialized_start=1436
-  _globals['_HOLDERBLOCKS']._serialized_end=1530
-  _globals['_HOLDERBATCH']._serialized_start=1532
-  _globals['_HOLDERBATCH']._serialized_end=1609
-  _globals['_PREDICTION']._serialized_start=1612
-  _globals['_PREDICTION']._serialized_end=1755
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=1758
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=2059
-  _globals['_WATCHFLEETREQUEST']._serialized_start=2061
-  _globals['_WATCHFLEETREQUEST']._serialized_end=2096
-  _globals['_FLEETEVENT']._serialized_start=2099
-  _globals['_FLEETEVENT']._serialized_end=2322
-  _globals['_FLEETEVENT_KIND']._serialized_start=2191
-  _globals['_FLEETEVENT_KIND']._serialized_end=2322
-  _globals['_STATSREQUEST']._serialized_start=2324
-  _globals['_STATSREQUEST']._serialized_end=2338
-  _globals['_NAMEDCOUNT']._serialized_start=2340
-  _globals['_NAMEDCOUNT']._serialized_end=2381
-  _globals['_TIERSTATS']._serialized_start=2383
-  _globals['_TIERSTATS']._serialized_end=2439
-  _globals['_HOLDERSTATS']._serialized_start=2442
-  _globals['_HOLDERSTATS']._serialized_end=2584
-  _globals['_STATSRESPONSE']._serialized_start=2587
-  _globals['_STATSRESPONSE']._serialized_end=2858
-  _globals['_INDEX']._serialized_start=2861
-  _globals['_INDEX']._serialized_end=3334
+  _globals['_ROUTERHELLO']._serialized_end=676
+  _globals['_RESERVATION']._serialized_start=678
+  _globals['_RESERVATION']._serialized_end=805
+  _globals['_RESERVEGROUP']._serialized_start=807
+  _globals['_RESERVEGROUP']._serialized_end=884
+  _globals['_RESERVEREQUEST']._serialized_start=887
+  _globals['_RESERVEREQUEST']._serialized_end=1063
+  _globals['_RESERVERESPONSE']._serialized_start=1065
+  _globals['_RESERVERESPONSE']._serialized_end=1175
+  _globals['_RELEASEREQUEST']._serialized_start=1177
+  _globals['_RELEASEREQUEST']._serialized_end=1238
+  _globals['_RELEASERESPONSE']._serialized_start=1240
+  _globals['_RELEASERESPONSE']._serialized_end=1275
+  _globals['_SNAPSHOTREQUEST']._serialized_start=1277
+  _globals['_SNAPSHOTREQUEST']._serialized_end=1358
+  _globals['_HOLDER']._serialized_start=1361
+  _globals['_HOLDER']._serialized_end=1619
+  _globals['_HOLDERBLOCKS']._serialized_start=1621
+  _globals['_HOLDERBLOCKS']._serialized_end=1715
+  _globals['_HOLDERBATCH']._serialized_start=1717
+  _globals['_HOLDERBATCH']._serialized_end=1794
+  _globals['_PREDICTION']._serialized_start=1797
+  _globals['_PREDICTION']._serialized_end=1940
+  _globals['_SNAPSHOTGROUP']._serialized_start=1942
+  _globals['_SNAPSHOTGROUP']._serialized_end=1975
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=1978
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=2322
+  _globals['_WATCHFLEETREQUEST']._serialized_start=2324
+  _globals['_WATCHFLEETREQUEST']._serialized_end=2359
+  _globals['_FLEETEVENT']._serialized_start=2362
+  _globals['_FLEETEVENT']._serialized_end=2585
+  _globals['_FLEETEVENT_KIND']._serialized_start=2454
+  _globals['_FLEETEVENT_KIND']._serialized_end=2585
+  _globals['_STATSREQUEST']._serialized_start=2587
+  _globals['_STATSREQUEST']._serialized_end=2601
+  _globals['_NAMEDCOUNT']._serialized_start=2603
+  _globals['_NAMEDCOUNT']._serialized_end=2644
+  _globals['_TIERSTATS']._serialized_start=2646
+  _globals['_TIERSTATS']._serialized_end=2702
+  _globals['_HOLDERSTATS']._serialized_start=2705
+  _globals['_HOLDERSTATS']._serialized_end=2847
+  _globals['_STATSRESPONSE']._serialized_start=2850
+  _globals['_STATSRESPONSE']._serialized_end=3121
+  _globals['_INDEX']._serialized_start=3124
+  _globals['_INDEX']._serialized_end=3597
 # @@protoc_insertion_point(module_scope)

@@ -186,17 +186,21 @@ class RouterHello(_message.Message):
 
     ROUTER_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     router: _builtins.str
     epoch: _builtins.int
+    groups: _builtins.bool
+    """Asks whether ReserveGroup is understood; only then there is an answer, ReserveResponse.groups."""
     def __init__(
         self,
         *,
         router: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "router", b"router"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "groups", b"groups", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -239,29 +243,59 @@ class Reservation(_message.Message):
 Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
+class ReserveGroup(_message.Message):
+    """Many changes at once, none of them answered; what is released goes first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVE_FIELD_NUMBER: _builtins.int
+    RELEASE_KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def reserve(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reservation]: ...
+    @_builtins.property
+    def release_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        reserve: _abc.Iterable[Global___Reservation] | None = ...,
+        release_keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["release_keys", b"release_keys", "reserve", b"reserve"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveGroup: _TypeAlias = ReserveGroup  # noqa: Y015
+
+@_typing.final
 class ReserveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     RELEASE_KEY_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     release_key: _builtins.str
     @_builtins.property
     def hello(self) -> Global___RouterHello: ...
     @_builtins.property
     def reserve(self) -> Global___Reservation: ...
+    @_builtins.property
+    def group(self) -> Global___ReserveGroup: ...
     def __init__(
         self,
         *,
         hello: Global___RouterHello | None = ...,
         reserve: Global___Reservation | None = ...,
         release_key: _builtins.str = ...,
+        group: Global___ReserveGroup | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "release_key", b"release_key", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "hello", b"hello", "message", b"message", "release_key", b"release_key", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "message", b"message", "release_key", b"release_key", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "hello", b"hello", "message", b"message", "release_key", b"release_key", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "release_key"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "reserve", "release_key", "group"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -275,12 +309,15 @@ class ReserveResponse(_message.Message):
     GRANTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     WORKER_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     granted: _builtins.bool
     reason: _builtins.str
     """Why not, where not."""
     worker_prefill_tokens: _builtins.int
     """Prefill tokens now reserved on that worker by all routers."""
+    groups: _builtins.bool
+    """No answer to a reservation: ReserveGroup is understood."""
     def __init__(
         self,
         *,
@@ -288,10 +325,11 @@ class ReserveResponse(_message.Message):
         granted: _builtins.bool = ...,
         reason: _builtins.str = ...,
         worker_prefill_tokens: _builtins.int = ...,
+        groups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "key", b"key", "reason", b"reason", "worker_prefill_tokens", b"worker_prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["granted", b"granted", "groups", b"groups", "key", b"key", "reason", b"reason", "worker_prefill_tokens", b"worker_prefill_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,8 +386,14 @@ class SnapshotRequest(_message.Message):
 
     MODELS_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    ROUTER_FIELD_NUMBER: _builtins.int
     follow: _builtins.bool
     """Keep the stream open and send changes as they happen."""
+    groups: _builtins.bool
+    """Changes may come in groups."""
+    router: _builtins.str
+    """Reservations of this router are not sent: it knows them."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Served names or model ids to send; empty means all."""
@@ -359,10 +403,12 @@ class SnapshotRequest(_message.Message):
         *,
         models: _abc.Iterable[_builtins.str] | None = ...,
         follow: _builtins.bool = ...,
+        groups: _builtins.bool = ...,
+        router: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "groups", b"groups", "models", b"models", "router", b"router"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -527,6 +573,30 @@ class Prediction(_message.Message):
 Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
+class SnapshotGroup(_message.Message):
+    """Many changes in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """A SnapshotResponse each, none of them a group."""
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotGroup: _TypeAlias = SnapshotGroup  # noqa: Y015
+
+@_typing.final
 class SnapshotResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -538,6 +608,7 @@ class SnapshotResponse(_message.Message):
     REMOVED_HOLDER_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     INDEX_EPOCH_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Number of this change in the index's log; never goes back on a stream."""
@@ -558,6 +629,10 @@ class SnapshotResponse(_message.Message):
     def batch(self) -> Global___HolderBatch: ...
     @_builtins.property
     def prediction(self) -> Global___Prediction: ...
+    @_builtins.property
+    def group(self) -> Global___SnapshotGroup:
+        """Only for who asked for groups."""
+
     def __init__(
         self,
         *,
@@ -569,13 +644,14 @@ class SnapshotResponse(_message.Message):
         removed_holder: _builtins.int = ...,
         prediction: Global___Prediction | None = ...,
         heartbeat: _builtins.bool = ...,
+        group: Global___SnapshotGroup | None = ...,
         index_epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "complete", b"complete", "heartbeat", b"heartbeat", "holder", b"holder", "message", b"message", "prediction", b"prediction", "removed_holder", b"removed_holder"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "complete", b"complete", "group", b"group", "heartbeat", b"heartbeat", "holder", b"holder", "message", b"message", "prediction", b"prediction", "removed_holder", b"removed_holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "complete", b"complete", "heartbeat", b"heartbeat", "holder", b"holder", "index_epoch", b"index_epoch", "message", b"message", "position", b"position", "prediction", b"prediction", "removed_holder", b"removed_holder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "blocks", b"blocks", "complete", b"complete", "group", b"group", "heartbeat", b"heartbeat", "holder", b"holder", "index_epoch", b"index_epoch", "message", b"message", "position", b"position", "prediction", b"prediction", "removed_holder", b"removed_holder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["holder", "blocks", "complete", "batch", "removed_holder", "prediction", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["holder", "blocks", "complete", "batch", "removed_holder", "prediction", "heartbeat", "group"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

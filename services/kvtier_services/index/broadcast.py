@@ -29,9 +29,11 @@ Clock = Callable[[], float]
 class Follower:
     """An index replica on the other end: what it wants and what it has been sent."""
 
-    def __init__(self, receiver: Receiver, models: frozenset[str]) -> None:
+    def __init__(self, receiver: Receiver, models: frozenset[str], router: str = "") -> None:
         self.receiver = receiver
         self.models = models
+        self.router = router
+        """Whose reservations it needs not be told; empty for a follower that is no router."""
         self.holders: set[HolderId] = set()
 
     def wants(self, record: HolderRecord) -> bool:
@@ -141,7 +143,10 @@ class Broadcast:
                 self._send(receivers, message)
 
     def reserved(self, ticket: int, reservation: Reservation) -> None:
-        self._tell(reservation.worker, lambda: _predicted(ticket, reservation, reservation.ttl_ms))
+        router = reservation.router.router_id
+        self._tell(
+            reservation.worker, lambda: _predicted(ticket, reservation, reservation.ttl_ms), router
+        )
 
     def reservation_over(self, ticket: int, reservation: Reservation) -> None:
         prediction = pb.Prediction(
@@ -151,7 +156,11 @@ class Broadcast:
             key=reservation.key,
             over=True,
         )
-        self._tell(reservation.worker, lambda: pb.SnapshotResponse(prediction=prediction))
+        self._tell(
+            reservation.worker,
+            lambda: pb.SnapshotResponse(prediction=prediction),
+            reservation.router.router_id,
+        )
 
     # ---- what a new receiver is sent first
 
@@ -174,6 +183,8 @@ class Broadcast:
                 for message in self._blocks((holder, shard)):
                     self._send([follower], message)
             for ticket, reservation, expires_at in self.state.reservations(holder):
+                if reservation.router.router_id == follower.router:
+                    continue
                 ttl_ms = max(1, int((expires_at - self._clock()) * 1000))
                 self._send([follower], _predicted(ticket, reservation, ttl_ms))
         self._send([follower], pb.SnapshotResponse(complete=True))
@@ -189,6 +200,12 @@ class Broadcast:
     def heartbeat(self) -> bytes:
         """Sent when nothing happened, so that a follower sees its lag."""
         return self._serialized(pb.SnapshotResponse(heartbeat=True))
+
+    def joined(self, messages: list[bytes]) -> bytes:
+        """Serialized messages as one: the only one of them, or a group. O(bytes)."""
+        if len(messages) == 1:
+            return messages[0]
+        return self._serialized(pb.SnapshotResponse(group=pb.SnapshotGroup(messages=messages)))
 
     def describe(self, record: HolderRecord) -> pb.Holder:
         """A holder in the words of the wire, as of now."""
@@ -232,9 +249,14 @@ class Broadcast:
         part = pb.HolderBatch(holder=stream[0], shard=stream[1], batch=batch)
         self._tell(stream[0], lambda: pb.SnapshotResponse(batch=part))
 
-    def _tell(self, holder: HolderId, message: Callable[[], pb.SnapshotResponse]) -> None:
+    def _tell(
+        self, holder: HolderId, message: Callable[[], pb.SnapshotResponse], router: str = ""
+    ) -> None:
+        """Tell who has the holder, but for the router that it comes from."""
         self.position += 1
         receivers = [follower for follower in self.followers if holder in follower.holders]
+        if router:
+            receivers = [follower for follower in receivers if follower.router != router]
         if receivers:
             self._send(receivers, message())
 

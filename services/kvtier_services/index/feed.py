@@ -76,13 +76,23 @@ class Receiver:
         Ends when closed; OverloadedError when this receiver was cut off, UnavailableError when it
         was stopped.
         """
+        async for group in self.groups(idle_s, 0.0, 0):
+            yield group[0] if group else None
+
+    async def groups(
+        self, idle_s: float, gather_s: float, bytes_max: int
+    ) -> AsyncIterator[list[bytes]]:
+        """As `messages`, with what is queued in groups of at most `bytes_max`, or of one message;
+        empty whenever nothing came for `idle_s`.
+
+        The first after a pause is given at once; what comes within `gather_s` of it waits for the
+        end of that time, so that many changes wake their receiver once.
+        """
         while not self.closed:
             while self._queue:
-                message = self._queue.popleft()
-                self._queued_bytes -= len(message)
-                if self._queued_bytes <= self._queued_bytes_max // 2:
-                    self._drained.set()
-                yield message
+                yield self._take(bytes_max)
+                if gather_s and not self._queue:
+                    await asyncio.sleep(gather_s)
             if self._stopped is not None:
                 raise self._stopped
             if self.lagged:
@@ -94,4 +104,16 @@ class Receiver:
                 async with asyncio.timeout(idle_s):
                     await self._wake.wait()
             except TimeoutError:
-                yield None
+                yield []
+
+    def _take(self, bytes_max: int) -> list[bytes]:
+        """The next message, with those after it that fit."""
+        group: list[bytes] = []
+        size = 0
+        while self._queue and (not group or size + len(self._queue[0]) <= bytes_max):
+            group.append(self._queue.popleft())
+            size += len(group[-1])
+        self._queued_bytes -= size
+        if self._queued_bytes <= self._queued_bytes_max // 2:
+            self._drained.set()
+        return group

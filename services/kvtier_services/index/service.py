@@ -33,6 +33,9 @@ T = TypeVar("T")
 FEED_IDLE_S: Final = 0.5
 FEED_QUEUED_BYTES_MAX: Final = 256 << 20
 WATCH_QUEUED_BYTES_MAX: Final = 16 << 20
+GATHER_S: Final = 0.005
+"""Who follows in groups is woken about that often at most, and hears no later than that."""
+GROUP_BYTES_MAX: Final = 1 << 20
 
 
 class IndexService:
@@ -126,10 +129,17 @@ class IndexService:
                 if router is None:
                     router = RouterLife(request.hello.router, Epoch(request.hello.epoch))
                     self._state.router_came(router)
+                    if request.hello.groups:
+                        await context.write(pb.ReserveResponse(groups=True))
                 elif kind == "reserve":
                     await context.write(self._reserve(router, request.reserve))
                 elif kind == "release_key":
                     self._state.release(router, request.release_key)
+                elif kind == "group":
+                    for key in request.group.release_keys:
+                        self._state.release(router, key)
+                    for reserve in request.group.reserve:
+                        self._reserve(router, reserve)
         finally:
             if router is not None:
                 self._state.router_gone(router)
@@ -171,13 +181,15 @@ class IndexService:
         if len(self._broadcast.followers) >= FOLLOWERS_COUNT_MAX:
             await refuse(context, OverloadedError(f"{FOLLOWERS_COUNT_MAX} replicas follow already"))
         receiver = Receiver(FEED_QUEUED_BYTES_MAX)
-        follower = Follower(receiver, frozenset(request.models))
+        follower = Follower(receiver, frozenset(request.models), request.router)
         self._broadcast.followers.add(follower)
         sending = asyncio.create_task(self._feed(follower, follow=request.follow))
         try:
             with self._metrics.open_stream("snapshot"):
-                async for message in receiver.messages(FEED_IDLE_S):
-                    yield message if message is not None else self._broadcast.heartbeat()
+                bytes_max = GROUP_BYTES_MAX if request.groups else 0
+                gather_s = GATHER_S if request.groups else 0.0
+                async for group in receiver.groups(FEED_IDLE_S, gather_s, bytes_max):
+                    yield self._broadcast.joined(group) if group else self._broadcast.heartbeat()
         except OverloadedError as error:
             self._metrics.cut_off()
             await refuse(context, error)
