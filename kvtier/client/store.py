@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 
 from kvtier.client.store_arena import SharedArena
 from kvtier.client.store_link import ABSENT, PRESENCES, Pauses, StoreLink
-from kvtier.client.store_memory import Payload, readable, writable
+from kvtier.client.store_memory import Payload, all_readable, all_writable, readable
 from kvtier.core.checks import require_integer
 from kvtier.core.encoding import U64_MAX
 from kvtier.core.eviction import PRIORITY_DEFAULT, Retention
@@ -405,8 +405,7 @@ def get_requests(
         raise CallerError(f"into: {len(targets)} for {len(names)} blocks")
     if terms.payload_bytes is not None:
         require_integer("payload_bytes", terms.payload_bytes, 0, U64_MAX)
-    flat = [None if target is None else writable(target) for target in targets]
-    return blocks_wanted(names, flat, terms.payload_bytes)
+    return blocks_wanted(names, all_writable(targets), terms.payload_bytes)
 
 
 def put_requests(
@@ -416,7 +415,7 @@ def put_requests(
     if len(payloads) != len(names):
         raise CallerError(f"payloads: {len(payloads)} for {len(names)} blocks")
     owner, retention = BlockOwner(writer_id, terms.scope), Retention(terms.priority)
-    return blocks_to_put(names, [readable(payload) for payload in payloads], owner, retention)
+    return blocks_to_put(names, all_readable(payloads), owner, retention)
 
 
 def read_arena(arena: SharedArena, requests: Sequence[GetRequest]) -> list[GetResult]:

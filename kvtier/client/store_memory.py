@@ -3,6 +3,7 @@
 Torch is never imported: a tensor is whatever looks like one. What must not live here: calls.
 """
 
+from collections.abc import Sequence
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -66,6 +67,32 @@ def readable(payload: Payload) -> memoryview:
         _require_cpu(payload)
         return _tensor_view(payload if payload.is_contiguous() else payload.contiguous())
     raise CallerError(f"{type(payload).__name__} is neither a buffer, an array nor a tensor")
+
+
+def all_readable(payloads: Sequence[Payload]) -> list[memoryview]:
+    """`readable` of each; most batches are buffers of bytes already."""
+    views = _plain_views(payloads)
+    return [readable(payload) for payload in payloads] if views is None else views
+
+
+def all_writable(targets: Sequence[Payload | None]) -> list[memoryview | None]:
+    """`writable` of each that is given; most batches are buffers of bytes already."""
+    views = _plain_views(targets)
+    if views is None or any([view.readonly for view in views]):  # noqa: C419 (hot)
+        return [None if target is None else writable(target) for target in targets]
+    return list(views)
+
+
+def _plain_views(payloads: Sequence[Payload | None]) -> list[memoryview] | None:
+    """Views of buffers that are flat and of bytes, as they are; None unless all of them are."""
+    try:
+        views: list[memoryview] = list(map(memoryview, payloads))  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError):
+        return None
+    for view in views:
+        if view.format != "B" or view.ndim != 1 or not view.c_contiguous or not view.nbytes:
+            return None
+    return views
 
 
 def writable(target: Payload) -> memoryview:

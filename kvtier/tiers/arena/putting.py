@@ -71,20 +71,18 @@ class Put:
         self._results: list[PutResult | None] = [None] * len(requests)
         staging = channel.staging_bytes
         places = channel.offsets_in_segment(payloads)
-        fitting = range(len(requests))
-        self._at_request: Sequence[int] = fitting
+        sizes = [payload.nbytes for payload in payloads]
+        self._at_request: Sequence[int] = range(len(requests))
         """Which request each block is of that is put at all."""
-        if any(
-            place is None and payload.nbytes > staging
-            for place, payload in zip(places, payloads, strict=True)
-        ):
-            self._at_request = [i for i in fitting if self._fits(i, places, payloads)]
-        self._requests = [requests[i] for i in self._at_request]
-        self._payloads = [payloads[i] for i in self._at_request]
-        self._places = [places[i] for i in self._at_request]
-        self._aligned = [
-            -(-payload.nbytes // _ALIGNMENT) * _ALIGNMENT for payload in self._payloads
-        ]
+        self._requests, self._payloads, self._places = requests, payloads, places
+        if max(sizes, default=0) > staging:
+            kept = [i for i in self._at_request if self._fits(i, places, payloads)]
+            self._at_request, sizes = kept, [sizes[i] for i in kept]
+            self._requests = [requests[i] for i in kept]
+            self._payloads = [payloads[i] for i in kept]
+            self._places = [places[i] for i in kept]
+        self._sizes = sizes
+        self._aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
         """What each takes of the staging area, unless it is in the segment already."""
         self._part_bytes = min(_PART_BYTES, staging // 2)
         self._handed: deque[_Part] = deque()
@@ -132,9 +130,9 @@ class Put:
         for i, at in zip(staged, starts, strict=False):
             offsets[i - part.start] = at
         tag = self._channel.new_tag()
-        begin = messages.pack_begin(tag, self._requests[part.start : part.stop], offsets, [
-            payload.nbytes for payload in self._payloads[part.start : part.stop]
-        ])  # fmt: skip
+        span = slice(part.start, part.stop)
+        requests, sizes = self._requests[span], self._sizes[span]
+        begin = messages.pack_begin(tag, requests, offsets, sizes)
         self._channel.send(begin, self._deadline_s)
         self._handed.append(_Part(tag, part, start, end))
         for step in self._steps(part):
