@@ -133,7 +133,6 @@ UNIMPORTED = {
     "kvtier.core.naive_index": "the oracle of the prefix index, shipped beside it",
     "kvtier.core.engine_keys": "public: foreign engines' hashes; the bridge will import it",
     "kvtier.core.replay": "public: simulate a policy on a trace",
-    "kvtier.core.trace": "public: rows of traces for replay",
     "kvtier.local.converting": "a process of its own, started by name",
     "kvtier.paged.transfer": "for pools on a GPU, which the worker does not have yet",
 }

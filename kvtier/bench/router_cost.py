@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import statistics
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -219,10 +219,3 @@ async def _in_turns(
         for number in range(sizes.latency_connections):
             group.create_task(one(number))
     return through, beside
-
-
-ROWS: Final[dict[str, Callable[[Path, CostSizes], Awaitable[list[Result]]]]] = {
-    "cpu": cpu,
-    "turns": turns,
-    "latency": latency,
-}
