@@ -8,6 +8,7 @@ smoke test: its figures mean nothing.
 
 import argparse
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,9 @@ def run(arguments: argparse.Namespace) -> list[Result]:
                 sys.stderr.write(f"no trace at {arguments.trace.name}: give --trace; row skipped\n")
                 continue
             inputs = Inputs(texts, arguments.trace)
+            begun = time.monotonic()
             results += uvloop.run(_row(name, inputs, quick=arguments.quick))
+            sys.stderr.write(f"{name}: {time.monotonic() - begun:.0f} s\n")
     return results
 
 

@@ -22,8 +22,9 @@ COMPLETIONS: Final = "/v1/completions"
 _WORKER: Final = b"x-kvtier-worker"
 _CACHED: Final = re.compile(rb'"cached_tokens": ?(\d+)')
 _DONE: Final = b"data: [DONE]"
-_TOKEN_MAX: Final = 100
-"""Short ids are short to send; only sameness counts."""
+_TOKENS: Final = (32, 100)
+"""Short ids are short to send, and these are letters to a byte-level tokenizer, so that a router
+can go on with a stream; otherwise only sameness counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Pieces:
         found = self._texts.get(number)
         if found is None:
             rng = np.random.default_rng(number)
-            found = [str(token) for token in rng.integers(0, _TOKEN_MAX, self.piece_tokens)]
+            found = [str(token) for token in rng.integers(*_TOKENS, self.piece_tokens)]
             self._texts[number] = found
         return found
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier.bench.router_engine import Engine, EngineShape, PrefixCache, Run, Work
 from kvtier.bench.router_http import Connection, post
+from kvtier.bench.router_load import Ask, ChatShape, Outcome, Pieces, chat_numbers, hit_rate
 from kvtier.bench.router_mock import MockSpec, Worker
 from kvtier.bench.router_profile import decode_s, prefill_s
+from kvtier.bench.router_trace import TraceSizes, read_asks
 
 CHAINS = [[chain * 100 + depth for depth in range(8)] for chain in range(4)]
 for number, chain in enumerate(CHAINS[1:], start=1):
@@ -110,3 +113,48 @@ def test_a_worker_answers_reports_usage_and_survives_what_is_no_json() -> None:
         worker.close()
 
     asyncio.run(scenario())
+
+
+def test_prompts_share_exactly_the_pieces_that_they_name_alike() -> None:
+    pieces = Pieces(16)
+    one, other = (
+        pieces.prompt(Ask(0.0, numbers, 40)).split(",") for numbers in ((1, 2, 3), (1, 2, 4))
+    )
+    assert len(one) == len(other) == 40
+    assert one[:32] == other[:32]
+    assert one[32:] != other[32:]
+
+
+def test_a_turn_of_a_chat_begins_with_the_whole_turn_before() -> None:
+    shape = ChatShape(chats_per_s=1, turns=3, turn_pieces=2, think_s=1, groups=2)
+    first, second = chat_numbers(shape, 5, 0), chat_numbers(shape, 5, 1)
+    assert second[: len(first)] == first
+    assert len(second) == len(first) + 2
+    assert chat_numbers(shape, 7, 0)[0] == first[0]
+    assert chat_numbers(shape, 6, 0)[0] != first[0]
+
+
+def test_hits_are_weighed_by_tokens_and_failures_are_left_out() -> None:
+    outcomes = [
+        Outcome(0, "w0", 100, 50, 0.1),
+        Outcome(0, "w1", 300, 0, 0.1),
+        Outcome(0, "", 600, 0, 0.0, "status 503"),
+    ]
+    assert hit_rate(outcomes) == 0.125
+    assert hit_rate([]) == 0.0
+
+
+def test_the_trace_is_sped_up_to_its_time_and_keeps_its_prefixes(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": at * 3000, "input_length": 700, "output_length": 9, "hash_ids": [0, at]}
+        for at in range(50)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    asks = read_asks(path, TraceSizes(seconds=10.0, rate=4.0))
+    assert len(asks) == 40
+    assert asks == sorted(asks, key=lambda ask: ask.at)
+    assert asks[-1].at == pytest.approx(10.0)
+    plain = [ask for ask in asks if ask.pieces[0] == 0]
+    assert {ask.tokens_count for ask in plain} == {44}
+    assert all(10 / 3 < ask.at < 20 / 3 for ask in asks if ask not in plain)
