@@ -107,6 +107,8 @@ class Burst:
     """Requests that were all there at once, to their ends."""
 
     seconds: float
+    cpu_s: float
+    """Of all threads of this process: the model's, the connector's, the publisher's."""
     done: list[Done]
 
     @property
@@ -141,13 +143,15 @@ def misses_rows(node: Node, runner: TransformersRunner, sizes: StepSizes) -> lis
         saved = on.core.offload.saves.counts.saved
     if not saved:
         raise BackendError("the cache that is on has written nothing below")
-    throughput = Pairs()
+    throughput, cpu = Pairs(), Pairs()
     for first, second in bursts:
         throughput.add(first.tokens_per_s, second.tokens_per_s)
+        cpu.add(first.cpu_s, second.cpu_s)
     ends = interval_of(bursts, gap_ratio)
     return [
         Result("misses, blocks written below", saved, "blocks"),
         throughput.result("misses, tokens/s, cache on / off", THROUGHPUT_MIN, Bar.AT_LEAST),
+        cpu.result("misses, CPU time of the worker, cache on / off", None, Bar.AT_MOST),
         Result(
             "misses, p99 between tokens, cache on / off",
             gap_ratio(bursts),
@@ -162,9 +166,9 @@ def misses_rows(node: Node, runner: TransformersRunner, sizes: StepSizes) -> lis
 
 def burst(desk: Desk, jobs: Sequence[Job]) -> Burst:
     """Run requests that are all there at once; what is left to write is written afterwards."""
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), time.process_time()
     done = desk.run(jobs)
-    ran = Burst(time.monotonic() - began, done)
+    ran = Burst(time.monotonic() - began, time.process_time() - cpu_began, done)
     desk.settle()
     return ran
 
