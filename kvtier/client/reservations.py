@@ -29,7 +29,7 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.types import Epoch
 from kvtier.wire import messages as pb
 from kvtier.wire import rpc
-from kvtier.wire.loop_thread import end, raise_if_cancelled, spawn
+from kvtier.wire.loop_thread import LoopThread, end, raise_if_cancelled, spawn
 
 LOG = EventLog("kvtier.client")
 _QUEUE_COUNT_MAX = 4 * RESERVATIONS_PER_ROUTER_MAX
@@ -194,6 +194,64 @@ class ReserveSession:
         now = asyncio.get_running_loop().time()
         for key in [key for key, live in self._live.items() if live.ends_at <= now]:
             del self._live[key]
+
+
+class ReserveDesk:
+    """A session on a thread of its own, told and released from one other thread without waiting.
+
+    The session's loop is woken once for all that is said within GATHER_S. Beyond
+    four times RESERVATIONS_PER_ROUTER_MAX waiting nothing is told.
+    """
+
+    def __init__(self, thread: LoopThread, session: ReserveSession) -> None:
+        self._thread = thread
+        self._session = session
+        self._waiting: deque[OwnReservation | str] = deque()
+        self._is_awaited = False
+        """The session's loop will look at what waits by itself."""
+
+    def open(self, wait_s: float) -> None:
+        """Enter the session on its thread. Blocks."""
+        self._thread.submit(self._session.__aenter__()).result(wait_s)
+
+    def close(self, wait_s: float) -> None:
+        """Leave the session: all that it holds ends. Blocks."""
+        self._thread.submit(self._session.__aexit__(None, None, None)).result(wait_s)
+
+    def tell(self, wanted: OwnReservation) -> None:
+        """As `ReserveSession.tell`."""
+        self._say(wanted)
+
+    def release(self, key: str) -> None:
+        """As `ReserveSession.release`."""
+        self._say(key)
+
+    # ---- parts
+
+    def _say(self, what: OwnReservation | str) -> None:
+        if len(self._waiting) >= _QUEUE_COUNT_MAX:
+            return
+        self._waiting.append(what)
+        if not self._is_awaited:
+            self._is_awaited = True
+            self._thread.soon(self._take)
+
+    def _take(self) -> None:
+        """Pass on what waits, and look again a little later (on the session's loop)."""
+        while self._waiting:
+            what = self._waiting.popleft()
+            if isinstance(what, str):
+                self._session.release(what)
+            else:
+                self._session.tell(what)
+        asyncio.get_running_loop().call_later(GATHER_S, self._look)
+
+    def _look(self) -> None:
+        if not self._waiting:
+            self._is_awaited = False
+        if self._waiting:  # something may have come between the two
+            self._is_awaited = True
+            self._take()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,13 +135,23 @@ class ReplicaLook(NamedTuple):
 class IndexReplica:
     """See the module. All methods may be called from any thread; none waits for the network."""
 
-    def __init__(self, dial: DialConfig, config: ReplicaConfig | None = None) -> None:
-        """Reads the credential files; connects nothing. ConfigError for unsafe or missing ones."""
+    def __init__(
+        self,
+        dial: DialConfig,
+        config: ReplicaConfig | None = None,
+        thread: LoopThread | None = None,
+    ) -> None:
+        """Reads the credential files; connects nothing. ConfigError for unsafe or missing ones.
+
+        `thread`, where given, stays its owner's: `start` may find it running, `close` lets it run.
+        """
         if not dial.targets:
             raise ConfigError("targets: a replica needs an index to follow")
         self._config = config or ReplicaConfig()
         self._dialers = {target: Dialer(dial, target) for target in dial.targets}
-        self._thread = LoopThread("index replica")
+        self._thread = thread or LoopThread("index replica")
+        self._is_thread_own = thread is None
+        self._is_started = False
         self._own = OwnReservations(self._config.router)
         self._reserving = threading.Lock()
         """Guards own reservations and their place in the picture in use."""
@@ -271,7 +281,8 @@ class IndexReplica:
         """Begin to follow. Idempotent; CallerError after `close`."""
         if self._is_closed:
             raise CallerError("a closed replica cannot be started again")
-        if not self._thread.is_running:
+        if not self._is_started:
+            self._is_started = True
             self._thread.start()
             self._thread.submit(self._open()).result(_START_S)
         return self
@@ -283,9 +294,11 @@ class IndexReplica:
     def close(self) -> None:
         """Stop following; what is known can still be asked. Idempotent."""
         self._is_closed = True
-        if self._thread.is_running:
+        if self._is_started and self._thread.is_running:
+            self._is_started = False
             self._thread.submit(self._shut()).result(_START_S)
-            self._thread.stop()
+            if self._is_thread_own:
+                self._thread.stop()
 
     def __enter__(self) -> Self:
         return self.start()

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _JOIN_S = 5.0
 _OBEY_S = 0.2
+_DRAIN_S = 0.02
 
 
 async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
@@ -56,10 +57,19 @@ def raise_if_cancelled() -> None:
 
 
 class LoopThread:
-    """One daemon thread with one loop. Methods may be called from any other thread."""
+    """One daemon thread with one loop. Methods may be called from any other thread.
 
-    def __init__(self, name: str) -> None:
+    All gRPC of a process belongs on one loop: grpc.aio has one poller a process, which wakes every
+    loop that ever used it for each event, and hands those of a closed loop to whoever is left.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    ) -> None:
         self._name = name
+        self._new_loop = new_loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._guard = threading.Lock()
@@ -73,7 +83,7 @@ class LoopThread:
         with self._guard:
             if self._loop is not None:
                 return
-            loop = asyncio.new_event_loop()
+            loop = self._new_loop()
             started = threading.Event()
             self._thread = threading.Thread(
                 target=self._run, args=(loop, started), name=self._name, daemon=True
@@ -119,4 +129,6 @@ class LoopThread:
         finally:
             loop.run_until_complete(end(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
+            # Events of calls that have just ended are on their way from gRPC's poller.
+            loop.run_until_complete(asyncio.sleep(_DRAIN_S))
             loop.close()

@@ -13,10 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+import uvloop
+
 from kvtier.client import IndexClient
+from kvtier.client.reservations import ReserveDesk
 from kvtier.errors import ConfigError
 from kvtier.replica import IndexReplica, ReplicaConfig
 from kvtier.telemetry.logs import EventLog
+from kvtier.wire.loop_thread import LoopThread
 from kvtier_router.config import IndexMode, RouterConfig, pairs
 from kvtier_router.routing import Router, RoutingBrain, RoutingConfig, StaticWorker, static_worker
 from kvtier_router.routing.config import NameRule, NameTarget
@@ -26,6 +30,8 @@ from kvtier_router.routing.values import RouteAsk, RouteDecision
 LOG: Final = EventLog("kvtier_router")
 _TARGET: Final = re.compile(r"(?P<name>.+?)(@@(?P<revision>[^*]+))?(\*(?P<share>[0-9.eE+-]+))?")
 _FIRST_PICTURE_S: Final = 3.0
+_DESK_S: Final = 10.0
+"""To open or close what runs on the index's thread; passing it means that the thread is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +56,50 @@ async def open_brain(config: RouterConfig, process: int = 0) -> AsyncIterator[Br
     if not config.index.targets:
         yield Brain(Router(routing))
         return
-    async with IndexClient(config.index) as client, client.reservations(name) as session:
-        if config.index_mode is IndexMode.REMOTE:
-            fleet = RemoteFleet(time.monotonic)
-            following = asyncio.create_task(fleet.follow(client))
-            router = Router(routing, fleet, session)
-            deadline_s = config.match_ms_max / 1e3
-            try:
-                yield Brain(router, lambda ask: router.route_remote(ask, client, deadline_s))
-            finally:
-                following.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await following
-            return
-        replica = IndexReplica(config.index, ReplicaConfig(router=name))
+    if config.index_mode is IndexMode.REMOTE:
+        async with _remote(config, name, routing) as brain:
+            yield brain
+        return
+    # All of gRPC on one loop, which is not the front's: see LoopThread.
+    thread = LoopThread("index replica", uvloop.new_event_loop)
+    thread.start()
+    client = IndexClient(config.index)
+    replica = IndexReplica(config.index, ReplicaConfig(router=name), thread)
+    desk = ReserveDesk(thread, client.reservations(name))
+    try:
         replica.start()
+        desk.open(_DESK_S)
+        if not await asyncio.to_thread(replica.wait_complete, _FIRST_PICTURE_S):
+            LOG.warning("the index has not been heard yet: serving without it")
+        yield Brain(Router(routing, replica, desk))
+    finally:
+        await asyncio.to_thread(_close, thread, client, replica, desk)
+
+
+def _close(
+    thread: LoopThread, client: IndexClient, replica: IndexReplica, desk: ReserveDesk
+) -> None:
+    """End what runs on the thread, then the thread. Blocks."""
+    desk.close(_DESK_S)
+    thread.submit(client.close()).result(_DESK_S)
+    replica.close()
+    thread.stop()
+
+
+@contextlib.asynccontextmanager
+async def _remote(config: RouterConfig, name: str, routing: RoutingConfig) -> AsyncIterator[Brain]:
+    """A brain that asks an index for every match."""
+    async with IndexClient(config.index) as client, client.reservations(name) as session:
+        fleet = RemoteFleet(time.monotonic)
+        following = asyncio.create_task(fleet.follow(client))
+        router = Router(routing, fleet, session)
+        deadline_s = config.match_ms_max / 1e3
         try:
-            if not await asyncio.to_thread(replica.wait_complete, _FIRST_PICTURE_S):
-                LOG.warning("the index has not been heard yet: serving without it")
-            yield Brain(Router(routing, replica, session))
+            yield Brain(router, lambda ask: router.route_remote(ask, client, deadline_s))
         finally:
-            await asyncio.to_thread(replica.close)
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
 
 
 def routing_config(config: RouterConfig, name: str) -> RoutingConfig:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier.client import IndexClient, ReserveSession
+from kvtier.client.reservations import ReserveDesk
 from kvtier.core.prefix_index import NativePrefixIndex
 from kvtier.core.workers import OwnReservation, WorkerName
 from kvtier.errors import CallerError, OverloadedError
@@ -20,6 +21,7 @@ from kvtier.sections import DialConfig, ListenConfig
 from kvtier.types import InstanceId
 from kvtier.wire import convert, rpc, transport
 from kvtier.wire import messages as pb
+from kvtier.wire.loop_thread import LoopThread
 from kvtier_services.index.config import IndexConfig
 from kvtier_services.index.feed import Receiver
 from kvtier_services.index.main import RunningIndex, serve
@@ -97,6 +99,27 @@ async def test_whoever_waits_is_answered_amid_many_that_do_not() -> None:
         answers = await asyncio.gather(*(session.reserve(wanted(n)) for n in range(200, 210)))
         assert all(answer.is_granted for answer in answers)
         await until_reserved(running, 1100)
+
+
+async def test_what_another_thread_tells_a_desk_is_reserved_until_given_back_or_closed() -> None:
+    async with an_index() as (running, _):
+        thread = LoopThread("desk")
+        thread.start()
+        client = IndexClient(DialConfig(targets=(f"127.0.0.1:{running.port}",)))
+        desk = ReserveDesk(thread, client.reservations("r1"))
+        await asyncio.to_thread(desk.open, 10.0)
+        for number in range(300):
+            desk.tell(wanted(number))
+        await until_reserved(running, 3000)
+        for number in range(299):
+            desk.release(f"k{number}")
+        await until_reserved(running, 10)
+        await asyncio.to_thread(desk.close, 10.0)
+        await until_reserved(running, 0)
+        await asyncio.wrap_future(thread.submit(client.close()))
+        await asyncio.to_thread(thread.stop)
+        desk.tell(wanted(1000))  # nobody listens any more, which is no error
+        assert reserved(running) == 0
 
 
 async def test_an_index_that_takes_no_groups_is_told_one_by_one() -> None:

@@ -42,3 +42,27 @@ def test_a_router_starts_without_its_index(rig: Rig) -> None:
     rig.start_workers(1)
     rig.start_router(f"--index-targets=127.0.0.1:{free_port()}", brain="real")
     assert rig.complete(max_tokens=1).status == 200
+
+
+@pytest.mark.parametrize("mode", ["embedded", "remote"])
+def test_a_router_that_is_told_to_end_ends_its_streams_without_an_error(
+    rig: Rig, mode: str
+) -> None:
+    port = free_port()
+    rig.runner.start(
+        Launch(
+            "index",
+            kvtier_command("index", f"--bind=127.0.0.1:{port}"),
+            grpc_ready(f"127.0.0.1:{port}"),
+        )
+    )
+    rig.start_workers(1)
+    rig.start_router(f"--index-targets=127.0.0.1:{port}", f"--index-mode={mode}", brain="real")
+    assert rig.complete(max_tokens=1).status == 200
+    router = rig.router
+    assert router is not None
+    router.terminate()
+    assert router.wait(20.0) == 0
+    log = router.log_text()
+    for word in ("Exception", "Traceback", "is closed", "level=error"):
+        assert word not in log, log
