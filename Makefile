@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: help setup check format test test-fast sanitize bench proto clean
+.PHONY: help setup check format test test-fast sanitize bench demo proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ sanitize: setup ## native tests against an ASan and UBSan build
 
 bench: setup ## every bench of the project
 	set -e; for name in keys index copy store index-service; do $(BIN)/kvtier bench $$name; done
+
+demo: setup ## the main job on a real model, phase by phase: a table, kvtier-demo/demo.json and demo.png
+	$(BIN)/kvtier demo
 
 clean: ## remove what was built (keeps .venv)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

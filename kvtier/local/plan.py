@@ -4,7 +4,7 @@ What must not live here: starting them.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -76,6 +76,8 @@ class Plan:
     """host:port of the router's admin listener; empty: none that HTTP reaches."""
     effective: tuple[tuple[str, str], ...]
     """(section, its configuration as TOML, secrets masked), for `kvtier config show`."""
+    metrics: Mapping[str, str]
+    """host:port of each process's page of metrics, by name; those that show none are left out."""
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -155,11 +157,18 @@ class _Planner:
         _check_addresses([service for group in groups for service in group])
         scheme = "http" if router.config.listen.tls is None else "https"
         admin = router.config.admin_bind or ""
+        pages = {
+            "index": index.config.telemetry.metrics_bind,
+            "store": store.config.telemetry.metrics_bind,
+            **{service.name: service.address for service in groups[-2]},
+            "router": admin,
+        }
         return Plan(
             groups=tuple(groups),
             endpoint=f"{scheme}://{router.config.listen.bind}",
             admin="" if admin.startswith("unix:") else admin,
             effective=tuple(self._effective),
+            metrics={name: bind for name, bind in pages.items() if bind},
         )
 
     # What each service is told beyond the cluster's file

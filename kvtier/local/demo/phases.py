@@ -1,0 +1,168 @@
+"""The phases of the demo, one after the other, on a running cluster.
+
+What must not live here: how a cluster starts, what is printed.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote
+
+from kvtier.errors import UnavailableError
+from kvtier.local.cluster import RunningCluster
+from kvtier.local.demo.chats import CHATS, Chat, conversation
+from kvtier.local.demo.client import Ask, ask, samples
+from kvtier.local.demo.judging import GPU, Phase, PhaseResult, Served
+from kvtier.local.plan import Kind
+from kvtier.sections import parse_address
+
+LOWER: Final = ("dram", "nvme", "redis", "peer")
+COLD: Final = Phase("cold", ())
+REPEATED: Final = Phase("repeated: L1", (GPU,))
+WORKER: Final = Phase("worker restarted: L2 DRAM", ("dram",))
+STORE: Final = Phase("store restarted: NVMe", ("nvme",))
+OTHER: Final = Phase("other worker: L2", ("dram", "nvme"))
+OFF: Final = Phase("cache off", ())
+_SETTLE_S_MAX: Final = 30.0
+_LOOK_S: Final = 0.1
+_ADMIN_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is asked."""
+
+    model: str
+    system: str
+    tokens_max: int
+    block_tokens: int
+
+
+class Demo:
+    """Runs the phases on one cluster; each is told as it begins."""
+
+    def __init__(self, cluster: RunningCluster, terms: Terms, tell: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._terms = terms
+        self._tell = tell
+        self._router = cluster.plan.endpoint.removeprefix("http://")
+        self._workers = cluster.addresses(Kind.WORKER)
+        self._answers: dict[str, list[str]] = {}
+        """Of the first phase, by user: the history that every later phase goes on from."""
+
+    async def run(self) -> list[PhaseResult]:
+        """All phases in order. UnavailableError where the cluster does not answer."""
+        results = [await self._phase(COLD), await self._phase(REPEATED)]
+        await self._written()
+        await self._restart(_who(results[-1]))
+        results.append(await self._phase(WORKER))
+        await self._written()
+        await self._restart(["store"])
+        await self._restart(list(self._workers))
+        one, other = list(self._workers)[:2]
+        async with self._without(other):  # which so far holds nothing, and keeps it so
+            results.append(await self._phase(STORE))
+        await self._written()
+        async with self._without(one):
+            results.append(await self._phase(OTHER))
+        results.append(await self._phase(OFF))
+        return results
+
+    async def _phase(self, phase: Phase) -> PhaseResult:
+        self._tell(phase.name)
+        served = []
+        for turn in range(len(CHATS[0].questions)):
+            for chat in CHATS:
+                served.append(await asyncio.to_thread(self._ask, phase, chat, turn))
+        return PhaseResult(phase, tuple(served))
+
+    def _ask(self, phase: Phase, chat: Chat, turn: int) -> Served:
+        told = self._answers.setdefault(chat.user, [])
+        messages = conversation(self._terms.system, chat, told[:turn])
+        # Nobody else has this salt, so nothing of this request can be found, whatever is cached.
+        salt = f"off-{chat.user}-{turn}" if phase is OFF else None
+        before = self._loaded()
+        request = Ask(self._terms.model, messages, self._terms.tokens_max, salt)
+        answer = ask(self._router, request)
+        after = self._loaded()
+        if phase is COLD:
+            told.append(answer.text)
+        blocks = {tier: after[tier] - before[tier] for tier in LOWER}
+        size = self._terms.block_tokens
+        return Served(answer, {tier: count * size for tier, count in blocks.items()})
+
+    def _loaded(self) -> dict[str, int]:
+        """Blocks that all workers have loaded so far, by tier."""
+        total = dict.fromkeys(LOWER, 0)
+        for address in self._workers.values():
+            found = samples(address, "kvtier_worker_loaded_blocks_total")
+            for tier in LOWER:
+                total[tier] += int(found.get(f'source="{tier}"', 0))
+        return total
+
+    # Faults and moves
+
+    async def _restart(self, names: Sequence[str]) -> None:
+        self._tell(f"restarting {', '.join(names)}")
+        await asyncio.gather(*(self._cluster.supervisor.restart(name) for name in names))
+        await self._cluster.until_seen()
+        await self._until(self._attached, "every worker has found the store")
+
+    @contextlib.asynccontextmanager
+    async def _without(self, worker: str) -> AsyncIterator[None]:
+        """One worker out of the router's choice while entered."""
+        path = f"/workers/{quote(worker, safe='')}"
+        await asyncio.to_thread(self._admin, f"{path}/drain")
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self._admin, f"{path}/undrain")
+
+    def _admin(self, path: str) -> None:
+        place = parse_address(self._cluster.plan.admin)
+        connection = http.client.HTTPConnection(place.host, place.port, timeout=_ADMIN_S)
+        try:
+            connection.request("POST", path)
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"the router's admin does not answer: {error!r}") from error
+        finally:
+            connection.close()
+        if status != 200:
+            raise UnavailableError(f"the router's admin answers {status} to {path}")
+
+    # Waiting
+
+    async def _written(self) -> None:
+        """Wait until nothing is on its way to the store or from its DRAM to the disk."""
+        await self._until(self._quiet, "everything is written to the store")
+
+    async def _until(self, happened: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + _SETTLE_S_MAX
+        while not await asyncio.to_thread(happened):
+            if time.monotonic() > until:
+                self._tell(f"going on, though not within {_SETTLE_S_MAX:g} s: {what}")
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    def _quiet(self) -> bool:
+        for address in self._workers.values():
+            if sum(samples(address, "kvtier_worker_saves_waiting").values()):
+                return False
+        blocks = samples(self._cluster.plan.metrics["store"], "kvtier_store_blocks")
+        return blocks.get('tier="nvme"', 0) >= blocks.get('tier="dram"', 0)
+
+    def _attached(self) -> bool:
+        return all(
+            sum(samples(address, "kvtier_worker_store_attached").values())
+            for address in self._workers.values()
+        )
+
+
+def _who(result: PhaseResult) -> list[str]:
+    """Workers that answered in a phase, in order of their first answer."""
+    return list(dict.fromkeys(one.answer.worker for one in result.served))
