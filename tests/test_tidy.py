@@ -25,7 +25,7 @@ ENVIRONMENT_READERS = {"kvtier/config.py"}
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "date.today"}
 WALL_CLOCK_READERS = {
     "kvtier/security/clock.py": "certificates and tokens expire by wall time",
-    "services/kvtier_services/worker/http/settings.py": "answers say when they were created",
+    "services/kvtier_services/worker/http/app.py": "answers say when they were created",
     "kvtier/text/clock.py": "chat templates print the date",
 }
 BROAD = {"Exception", "BaseException"}

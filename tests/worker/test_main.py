@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvtier.config import load
 from kvtier.errors import ConfigError
 from kvtier.sections import DialConfig, ListenConfig, TlsConfig
 from kvtier.security import certs
@@ -109,3 +110,19 @@ def test_a_pool_of_less_than_two_blocks_is_refused() -> None:
 def test_a_worker_has_one_store(targets: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="one store"):
         WorkerConfig(store=DialConfig(targets=targets))
+
+
+async def test_the_endpoints_ceilings_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_text("[endpoint]\nbody_bytes_max = 100\nbodies_bytes_max = 150\n")
+    loaded = load(WorkerConfig, ["--config", str(path)]).config
+    body = {"model": "fake", "prompt": "Once", "max_tokens": 1}
+    async with (
+        a_worker(replace(FAKE, endpoint=loaded.endpoint)) as running,
+        aiohttp.ClientSession() as session,
+    ):
+        url = f"http://127.0.0.1:{running.port}/v1/completions"
+        async with session.post(url, json=body) as response:
+            assert response.status == 200
+        async with session.post(url, json=body | {"prompt": "Once" * 30}) as response:
+            assert response.status == 413

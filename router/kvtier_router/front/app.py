@@ -203,6 +203,14 @@ class Front:
                 exchange.reply(answers.error_answer(error, (("x-request-id", request_id),)))
                 name = type(error).__name__
                 parts.access.add(f"id={request_id} api={api.value} status={status} error={name}")
+        except asyncio.CancelledError:
+            status = _cut(job, exchange, "left")
+            raise
+        except Exception as error:  # a bug: the server logs it, and answers 500 where it still can
+            status = _cut(job, exchange, type(error).__name__) or 500
+            if job is not None:
+                job.status = status
+            raise
         finally:
             parts.front_metrics.answered(api, status)
             if job is not None:
@@ -292,6 +300,16 @@ class Front:
             f" attempts={job.attempts} resumed={job.resumed} ttft_ms={ttft}"
             f" total_ms={total_s * 1e3:.2f} error={quoted(job.error)}"
         )
+
+
+def _cut(job: Job | None, exchange: Exchange, why: str) -> int:
+    """The status that a client has seen of an answer that nobody will end; 0: none."""
+    if job is None:
+        return 0
+    job.error = job.error or why
+    if not job.status and exchange.started:
+        job.status = 200
+    return job.status
 
 
 def _may_use(tenant: Tenant, model: str) -> bool:

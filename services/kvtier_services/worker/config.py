@@ -9,6 +9,7 @@ from kvtier.core.planner import WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.limits import BLOCK_TOKENS_MAX, QUEUED_REQUESTS_MAX, STORE_DEADLINE_MS_MAX
 from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig
+from kvtier_services.worker.http.settings import EndpointSettings
 
 _MIB = 1 << 20
 _BYTES_MAX = 1 << 46
@@ -163,6 +164,8 @@ class WorkerConfig(Root):
     """L1."""
     batch: BatchSection = field(default_factory=BatchSection)
     """Steps."""
+    endpoint: EndpointSettings = field(default_factory=EndpointSettings)
+    """What requests may cost."""
     store: DialConfig = field(default_factory=DialConfig)
     """The store of this node: one target; none: the worker has its own cache only."""
     offload: OffloadSection = field(default_factory=OffloadSection)

@@ -30,7 +30,6 @@ from kvtier_services.worker.engine import Observers, WorkerEngine
 from kvtier_services.worker.http.access import admit_anyone, admit_by
 from kvtier_services.worker.http.app import Surroundings, create_app, create_runner
 from kvtier_services.worker.http.metrics import TABLE as ENDPOINT_TABLE
-from kvtier_services.worker.http.settings import EndpointSettings
 from kvtier_services.worker.l2.connector import StoreConnector
 from kvtier_services.worker.models import Served, open_model
 from kvtier_services.worker.offload import OffloadTerms
@@ -139,7 +138,7 @@ async def _started(stack: contextlib.AsyncExitStack, start: Start) -> RunningWor
     await engine.check()
     book = None if config.listen.tokens_file is None else TokenBook(config.listen.tokens_file)
     around = Surroundings(telemetry.metrics, admit_anyone if book is None else admit_by(book))
-    app = create_app(engine, model.texts, EndpointSettings(), around)
+    app = create_app(engine, model.texts, config.endpoint, around)
     await stack.enter_async_context(served(create_runner(app), made, config.listen.tls))
     if publisher is not None:
         await asyncio.to_thread(publisher.start)

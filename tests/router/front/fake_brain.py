@@ -24,6 +24,9 @@ from kvtier_router.routing.values import (
     WorkerReport,
 )
 
+BUG = "bug"
+"""A served name whose routing fails as no request should."""
+
 
 class FakePlacement:
     """Remembers what it was told."""
@@ -91,6 +94,8 @@ class FakeBrain:
         behind = [
             name for name, (_, models) in self.workers_by_name.items() if ask.served_name in models
         ]
+        if ask.served_name == BUG:
+            raise RuntimeError("as told")
         if not behind:
             raise NotFoundError(f"nobody serves {ask.served_name!r}")
         eligible = [name for name in behind if name not in self.drained]

@@ -160,7 +160,7 @@ class Rig:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def metric(self, name: str) -> float:
-        """The sum of all series of a metric."""
+        """The sum of all series of a metric, or one series by its name with labels."""
         page = call(self.admin_port, "GET", "/metrics").body.decode()
         lines = [line for line in page.splitlines() if line.startswith((name + "{", name + " "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

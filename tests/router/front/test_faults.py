@@ -8,6 +8,7 @@ from http.client import HTTPConnection
 import pytest
 
 from tests.harness.waiting import eventually
+from tests.router.front.fake_brain import BUG
 from tests.router.front.rig import Rig, call, events, text_of
 
 LONG = {"stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
@@ -174,6 +175,27 @@ def test_a_client_that_leaves_ends_its_generation_at_once(rig: Rig) -> None:
     assert worker.state()["open_streams"] == 1
     client.close()
     eventually(lambda: worker.state()["open_streams"] == 0, 5.0, "the worker is told")
+    assert rig.router is not None
+    rig.router.terminate()
+    assert rig.router.wait(10) == 0
+    line = next(line for line in rig.router.log_text().splitlines() if "event=request" in line)
+    assert {"status=200", "error=left"} <= set(line.split())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bug_is_answered_counted_and_logged_as_one(rig: Rig, stream: bool) -> None:
+    rig.start_workers(1)
+    rig.start_router()
+    answer = rig.complete(model=BUG, max_tokens=1, stream=stream)
+    assert answer.status == 500
+    assert answer.json["error"]["type"] == "server_error"
+    assert rig.metric('kvtier_router_requests_total{api="completions",status="5xx"}') == 1
+    assert rig.complete(max_tokens=1).status == 200
+    assert rig.router is not None
+    rig.router.terminate()
+    assert rig.router.wait(10) == 0
+    line = next(line for line in rig.router.log_text().splitlines() if "event=request" in line)
+    assert {"status=500", "error=RuntimeError"} <= set(line.split())
 
 
 def test_a_client_that_leaves_before_the_first_byte_ends_its_generation(calm: Rig) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -61,6 +62,8 @@ class Surroundings:
     metrics: Metrics | None = None
     """A table that contains `metrics.TABLE`; not set: one of the endpoint alone."""
     admit: Admit = admit_anyone
+    wall: Callable[[], float] = time.time
+    """Seconds since 1970: answers say when they were created."""
 
 
 def create_app(
@@ -116,13 +119,14 @@ class _Endpoint:
         self._engine = engine
         self._texts = texts
         self._admit = around.admit
+        self._wall = around.wall
         page = around.metrics if around.metrics is not None else Metrics(TABLE)
         self._metrics = EndpointMetrics(page)
         self._answerer = Answerer(engine, settings, self._metrics)
         self._gate = HealthGate(engine, settings)
         self._limits = Limits(engine.card, engine.context_tokens, engine.vocab_size)
         self._fingerprint = fingerprint_of(engine.card)
-        self._created = int(settings.wall())
+        self._created = int(around.wall())
         self._requests_count = 0
         self._bodies_bytes = 0
 
@@ -182,7 +186,7 @@ class _Endpoint:
         prepared = await self._prepared(request, prepare, answer_id)
         envelope = Envelope(
             id=prepared.shape.id_prefix + answer_id,
-            created=int(self.settings.wall()),
+            created=int(self._wall()),
             model=prepared.terms.model,
             fingerprint=self._fingerprint,
         )

@@ -1,7 +1,5 @@
 """What an operator can set of the endpoint. What must not live here: addresses, credentials."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
@@ -28,8 +26,6 @@ class EndpointSettings:
     """For the token that /health computes."""
     check_fresh_ms: int = 1_000
     """How long that token's verdict answers further probes."""
-    wall: Callable[[], float] = time.time
-    """Seconds since 1970: answers say when they were created."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.body_bytes_max <= REQUEST_BYTES_MAX:
