@@ -51,6 +51,8 @@ class PromptTokens:
     tokens: TokenIds
     kind: PromptKind
     model: TextModel | None = None
+    is_whole: bool = True
+    """Whether these are all tokens of the request: not the first prompt of several."""
 
     @property
     def count(self) -> int:
@@ -110,9 +112,10 @@ def _ending(chat: ChatRequest) -> Ending:
 def _completion(completion: CompletionRequest, model: TextModel | None, scope: str) -> PromptTokens:
     """Of the first prompt: the others of a list share their beginning or nothing."""
     prompt: Prompt = completion.prompts[0]
+    is_whole = len(completion.prompts) == 1
     if isinstance(prompt, list):
-        return PromptTokens(np.array(prompt, dtype=np.uint32), PromptKind.TOKENS, model)
+        return PromptTokens(np.array(prompt, dtype=np.uint32), PromptKind.TOKENS, model, is_whole)
     if model is None:
-        return PromptTokens(pseudo_tokens(prompt), PromptKind.TEXT)
+        return PromptTokens(pseudo_tokens(prompt), PromptKind.TEXT, None, is_whole)
     tokens = model.encode(prompt, SpecialTokens.ADD, scope)
-    return PromptTokens(tokens, PromptKind.TOKENS, model)
+    return PromptTokens(tokens, PromptKind.TOKENS, model, is_whole)

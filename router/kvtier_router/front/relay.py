@@ -315,10 +315,10 @@ class Relay:
             case Held():
                 found = openai_usage.usage_of(outcome.body)
                 job.usage = found
-                placement.finished(_usage(found, total_s))
+                placement.finished(_usage(found, total_s, job.prompt))
             case Streamed():
                 job.usage = outcome.usage
-                placement.finished(_usage(outcome.usage, total_s))
+                placement.finished(_usage(outcome.usage, total_s, job.prompt))
 
     # What follows
 
@@ -440,7 +440,8 @@ def _rejection(held: Held) -> FailureKind:
     return FailureKind.SERVER_ERROR if held.status >= 500 else FailureKind.REJECTED
 
 
-def _usage(found: openai_usage.Usage | None, total_s: float) -> Usage:
-    if found is None:
+def _usage(found: openai_usage.Usage | None, total_s: float, prompt: PromptTokens) -> Usage:
+    """What the brain may compare with its own counts: not the sums over several prompts."""
+    if found is None or not prompt.is_whole:
         return Usage(total_s=total_s)
     return Usage(found.prompt_tokens, found.completion_tokens, found.cached_tokens, total_s)
