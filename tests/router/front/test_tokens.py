@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import BackendError, UnavailableError
+from kvtier_router.routing.learning import RESPONSES_MIN
 from kvtier_router.tokens import command, first_difference
 from tests.harness.ports import free_port
-from tests.router.front.rig import Rig
+from tests.router.front.rig import Rig, call
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
@@ -46,6 +47,27 @@ def test_a_worker_with_another_template_is_found_out(
     shown = capsys.readouterr().out
     assert shown.startswith("different at token 0")
     assert "the quick" in shown
+
+
+def test_a_worker_with_another_template_makes_its_model_degraded(rig: Rig) -> None:
+    (worker,) = rig.start_workers(1)
+    other = rig.directory / "other"
+    shutil.copytree(rig.directory / "text", other)
+    template = other / "chat_template.jinja"
+    template.write_text("the quick" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    rig.start_router(f"--texts=mock={other}", brain="real")
+    usage = {"prompt_tokens": 12, "completion_tokens": 2, "total_tokens": 14}
+    worker.behave(scripted={"choices": [], "usage": usage})
+    for _ in range(RESPONSES_MIN):  # what a list of prompts used is nobody's count of one
+        assert rig.complete(prompt=["the quick", "the lazy dog"]).status == 200
+    assert rig.metric("kvtier_router_token_mismatch_total") == 0
+    worker.behave()
+    for _ in range(RESPONSES_MIN):
+        assert rig.chat(max_tokens=1).status == 200
+    assert rig.metric("kvtier_router_token_mismatch_total") == RESPONSES_MIN
+    assert rig.metric("kvtier_router_model_degraded") == 1
+    fleet = call(rig.admin_port, "GET", "/fleet").body.decode()
+    assert "of prompts are tokenised differently" in fleet
 
 
 def test_a_request_of_ones_own_is_compared(
