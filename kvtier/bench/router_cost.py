@@ -11,6 +11,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,7 @@ from kvtier.bench.report import Bar, Result
 from kvtier.bench.router_fleet import Fleet, FleetSpec, running
 from kvtier.bench.router_http import Connection, Reply, post
 from kvtier.bench.router_mock import MODEL
-from kvtier.bench.text import prose
+from kvtier.bench.text import prose, seconds
 from kvtier.text import TextModel
 
 CPU_US_MAX: Final = 500.0
@@ -105,10 +106,18 @@ async def cpu(texts: Path, sizes: CostSizes) -> list[Result]:
         await closed_loop(fleet.ports[0], sizes.connections, [body_of([user(t)]) for t in shared])
         known_us = await _cpu_us(fleet, sizes, known)
         new_us = await _cpu_us(fleet, sizes, new)
+    tokens_us = _tokens_us(TextModel.load(texts), [prose(rng, 2000) for _ in range(200)])
     return [
+        Result("CPU of tokenising such a chat, alone", tokens_us, "us"),
         Result("CPU of a 2 KB chat, 256 sessions", known_us, "us", CPU_US_MAX, Bar.AT_MOST),
         Result("CPU of a 2 KB chat, all text new", new_us, "us", CPU_US_MAX, Bar.AT_MOST),
     ]
+
+
+def _tokens_us(model: TextModel, texts: Sequence[str]) -> float:
+    """The part of a request's CPU that is tokens, on this machine as it is just now."""
+    chats = [[user(text)] for text in texts]
+    return statistics.median(seconds(partial(model.encode_chat, chat)) for chat in chats) * 1e6
 
 
 def live_spec(texts: Path) -> FleetSpec:

@@ -169,13 +169,13 @@ async def index_loss(sizes: ScaleSizes) -> list[Result]:
     kept, lost = (
         hit_rate(o for o in outcomes if sizes.before_s <= o.at < end) for outcomes in found
     )
-    back = hit_rate(o for o in found[1] if o.at >= end)
+    back = [hit_rate(o for o in outcomes if o.at >= end) for outcomes in found]
     return [
         Result("hit with index", kept, "ratio"),
         Result("hit without index", lost, "ratio"),
         Result("index dead for 60 s: hit", _ratio(lost, kept), "ratio", LOSS_HIT_MIN),
         Result("index dead for 60 s: errors", errors(found[1]), "requests", 0, Bar.AT_MOST),
-        Result("hit once it is back", back, "ratio"),
+        Result("index back for 10 s: hit", _ratio(back[1], back[0]), "ratio"),
     ]
 
 

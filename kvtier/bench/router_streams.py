@@ -7,6 +7,7 @@ what client, workers and machine alone take. What must not live here: routing.
 
 import asyncio
 import re
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ class Seen:
 
     delays_ms: list[float]
     lost: int = 0
+    refused: int = 0
+    """Streams that were answered with an error."""
 
 
 async def streams(sizes: StreamSizes) -> list[Result]:
@@ -56,6 +59,7 @@ async def streams(sizes: StreamSizes) -> list[Result]:
         Result("chunk delay p99", percentile(through.delays_ms, 0.99), "ms"),
         Result("chunk delay, worst", max(through.delays_ms), "ms", DELAY_MS_MAX, Bar.AT_MOST),
         Result("chunks lost or out of order", through.lost, "chunks", 0, Bar.AT_MOST),
+        Result("streams refused", through.refused, "streams", 0, Bar.AT_MOST),
         Result("CPU of a chunk", cpu_us, "us"),
     ]
 
@@ -80,7 +84,12 @@ async def _one(port: int, sizes: StreamSizes, seen: Seen) -> None:
             seen.delays_ms.append((now - int(left_at)) / 1e6)
 
     reply = await connection.request(raw, hear)
+    connection.close()
+    if reply.status != 200:
+        seen.refused += 1
+        sys.stderr.write(f"a stream got {reply.status}: {reply.body[:200]!r}\n")
+        return
     numbers = [int(number) for number, _ in _STAMP.findall(reply.body)]
     if numbers != list(range(sizes.chunks)) or b"data: [DONE]" not in reply.body:
         seen.lost += max(1, sizes.chunks - len(numbers))
-    connection.close()
+        sys.stderr.write(f"a stream ended in {reply.body[-200:]!r}\n")
