@@ -142,9 +142,20 @@ class Desk:
 
     def run(self, jobs: Iterable[Job]) -> list[Done]:
         """All of them at once, to their ends."""
-        numbers = [self.submit(job) for job in jobs]
+        return self.collect([self.submit(job) for job in jobs])
+
+    def collect(self, numbers: Sequence[int]) -> list[Done]:
+        """Step until every request has ended; what became of these."""
         self.finish()
         return [self.done.pop(number) for number in numbers]
+
+    def hear(self) -> None:
+        """Wait until what was asked of the tiers below about waiting requests is answered."""
+        offload = self.core.offload
+        while offload is not None and any(r.awaits_lookup for r in self.core.scheduler.waiting()):
+            self._news.clear()
+            offload.tick(time.monotonic())
+            self._news.wait(0.001)
 
     def settle(self) -> None:
         """Step until the tiers below have nothing to do."""
