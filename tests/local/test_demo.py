@@ -30,7 +30,7 @@ from tests.support.local_cluster import cluster_table
 
 TIERS = {
     "repeated: L1": {"gpu"},
-    "worker restarted: L2 DRAM": {"dram"},
+    "workers restarted: L2 DRAM": {"dram"},
     "store restarted: NVMe": {"nvme"},
     "other worker: L2": {"dram", "nvme"},
 }
