@@ -1,7 +1,8 @@
 """What time costs: measured prefill and transfer speeds, and how much of a prefix to load.
 
-`CostBook` learns, per worker, seconds a token of prefill (with a term for attention over the
-context) and, per (worker, source), a fixed latency and seconds a byte. `split` turns a match into a
+`CostBook` learns, of a fleet, seconds a token of prefill (with a term for attention over the
+context), by what factor a worker differs from it, and, per (worker, source), a fixed latency and
+seconds a byte. `split` turns a match into a
 plan: load the first m blocks, recompute the rest (KVPR, arXiv 2411.17089, applied to a prefix cut).
 
 What must not live here: which worker to choose (scoring.py), and any I/O or clock.
@@ -15,7 +16,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.core.estimates import Terms, Tuning, TwoTermEstimate
+from kvtier.core.estimates import (
+    LIKE_THE_OTHERS,
+    Ratio,
+    RatioTuning,
+    RecentRatio,
+    Terms,
+    Tuning,
+    TwoTermEstimate,
+)
 from kvtier.errors import CallerError
 from kvtier.limits import BLOCK_TOKENS_MAX, HOLDERS_COUNT_MAX, MATCH_BLOCKS_MAX, PROMPT_TOKENS_MAX
 from kvtier.types import HolderId, Source
@@ -135,12 +144,16 @@ class BookPolicy:
 
     priors: Priors = field(default_factory=Priors)
     worker: Tuning = field(default_factory=Tuning)
-    """A worker reverts to the fleet."""
+    """A worker's transfers revert to the fleet's."""
+    prefill: RatioTuning = field(default_factory=RatioTuning)
+    """A worker's prefill in terms of the fleet's."""
     fleet: Tuning = field(default_factory=lambda: Tuning(half_life_s=3600.0, step_log_sd=0.03))
     """The fleet reverts to the priors."""
     deadband_log: float = 0.15
     """A worker within e**0.15 (16 %) of the fleet is taken to be as fast as the fleet, and what is
     beyond counts only beyond: so measuring noise does not decide between equal workers."""
+    deadband_sds: float = 2.0
+    """The same within so many standard errors of its prefill, where that is more."""
     refresh_s: float = 0.1
     """`table` may answer with what it computed up to this long ago."""
 
@@ -157,7 +170,8 @@ class CostBook:
         self._priors: dict[Source | None, Terms] = {None: priors.prefill()}
         self._priors.update((s, priors.load(s)) for s in Source if s not in FREE_SOURCES)
         self._fleet: dict[Source | None, TwoTermEstimate] = {}
-        self._workers: dict[HolderId, dict[Source | None, TwoTermEstimate]] = {}
+        self._workers: dict[HolderId, dict[Source, TwoTermEstimate]] = {}
+        self._ratios: dict[HolderId, RecentRatio] = {}
         self._table: tuple[tuple[HolderId, ...], float, SpeedTable] | None = None
 
     def observe_prefill(self, worker: HolderId, sample: PrefillSample, now: float) -> None:
@@ -166,7 +180,11 @@ class CostBook:
         if not 0 < tokens <= PROMPT_TOKENS_MAX or not 0 <= context <= PROMPT_TOKENS_MAX:
             raise CallerError(f"tokens_count {tokens!r} or context_tokens {context!r} out of range")
         at = (float(tokens), tokens * (context + tokens / 2.0))
-        self._observe(worker, None, at, sample.seconds, now)
+        self._observe_fleet(worker, None, at, sample.seconds, now)
+        ratio = self._ratios.get(worker)
+        if ratio is None:
+            ratio = self._ratios[worker] = RecentRatio(self._policy.prefill)
+        ratio.observe(at, sample.seconds, now)
 
     def observe_load(
         self, worker: HolderId, source: Source, sample: LoadSample, now: float
@@ -177,17 +195,31 @@ class CostBook:
             raise CallerError(f"{source.name} blocks are not transferred")
         if sample.bytes_count < 0:
             raise CallerError(f"bytes_count must not be negative, got {sample.bytes_count!r}")
-        self._observe(worker, source, (1.0, float(sample.bytes_count)), sample.seconds, now)
+        at = (1.0, float(sample.bytes_count))
+        target = self._fleet_terms(source, now)
+        self._observe_fleet(worker, source, at, sample.seconds, now)
+        estimates = self._workers.setdefault(worker, {})
+        own = estimates.get(source)
+        if own is None:
+            own = estimates[source] = TwoTermEstimate(target, self._policy.worker, now)
+        own.observe(at, sample.seconds, target, now)
 
     def forget(self, worker: HolderId) -> None:
         """Drop what is known of a worker that left; mutates."""
         self._workers.pop(worker, None)
+        self._ratios.pop(worker, None)
         self._table = None
 
     def speeds(self, worker: HolderId, now: float) -> Speeds:
         """What `worker` is believed to do now; an unknown worker does what the fleet does."""
-        loads = {s: self._terms(worker, s, now) for s in self._priors if s is not None}
-        return Speeds(self._terms(worker, None, now), loads)
+        loads = {s: self._load_terms(worker, s, now) for s in self._priors if s is not None}
+        return Speeds(self.prefill(worker, now), loads)
+
+    def prefill(self, worker: HolderId, now: float) -> Terms:
+        """The part of `speeds` that is prefill, for little. O(1)."""
+        fleet = self._fleet_terms(None, now)
+        factor = exp(self._ratio(worker, fleet, now).log)
+        return Terms(fleet.first_s * factor, fleet.second_s * factor)
 
     def table(self, workers: Sequence[HolderId], now: float) -> SpeedTable:
         """Speeds of `workers` as columns, at most `refresh_s` old. O(workers) if stale, else O(1).
@@ -202,7 +234,7 @@ class CostBook:
         self._table = (key, now, table)
         return table
 
-    def _observe(
+    def _observe_fleet(
         self,
         worker: HolderId,
         kind: Source | None,
@@ -212,12 +244,6 @@ class CostBook:
     ) -> None:
         if not 0 <= worker < HOLDERS_COUNT_MAX:
             raise CallerError(f"holder {worker!r} out of range")
-        fleet_target = self._fleet_terms(kind, now)
-        estimates = self._workers.get(worker, {})
-        own = estimates.get(kind) or TwoTermEstimate(fleet_target, self._policy.worker, now)
-        own.observe(at, seconds, fleet_target, now)
-        estimates[kind] = own
-        self._workers[worker] = estimates
         if kind not in self._fleet:
             self._fleet[kind] = TwoTermEstimate(self._priors[kind], self._policy.fleet, now)
         self._fleet[kind].observe(at, seconds, self._priors[kind], now)
@@ -227,9 +253,13 @@ class CostBook:
         prior = self._priors[kind]
         return estimate.terms(prior, now) if estimate else prior
 
-    def _terms(self, worker: HolderId, kind: Source | None, now: float) -> Terms:
-        fleet = self._fleet_terms(kind, now)
-        estimate = self._workers.get(worker, {}).get(kind)
+    def _ratio(self, worker: HolderId, fleet: Terms, now: float) -> Ratio:
+        seen = self._ratios.get(worker)
+        return LIKE_THE_OTHERS if seen is None else seen.ratio(fleet, now)
+
+    def _load_terms(self, worker: HolderId, source: Source, now: float) -> Terms:
+        fleet = self._fleet_terms(source, now)
+        estimate = self._workers.get(worker, {}).get(source)
         return estimate.terms(fleet, now) if estimate else fleet
 
     def _build(self, workers: tuple[HolderId, ...], now: float) -> SpeedTable:
@@ -243,22 +273,27 @@ class CostBook:
             if kind is not None:
                 latency_s[:, kind], byte_s[:, kind] = terms.first_s, terms.second_s
         for row, worker in enumerate(workers):
+            ratio = self._ratio(worker, prefill, now)
+            band = max(self._policy.deadband_log, self._policy.deadband_sds * ratio.log_sd)
+            factor = exp(_beyond(ratio.log, band))
+            token_s[row] *= factor
+            pair_s[row] *= factor
             for kind, estimate in self._workers.get(worker, {}).items():
                 terms = _soft(estimate.terms(fleet[kind], now), fleet[kind], self._policy)
-                if kind is None:
-                    token_s[row], pair_s[row] = terms.first_s, terms.second_s
-                else:
-                    latency_s[row, kind], byte_s[row, kind] = terms.first_s, terms.second_s
+                latency_s[row, kind], byte_s[row, kind] = terms.first_s, terms.second_s
         return SpeedTable(token_s, pair_s, latency_s, byte_s)
 
 
+def _beyond(distance: float, band: float) -> float:
+    """Soft threshold: what of a distance is beyond a band about zero."""
+    return max(0.0, distance - band) if distance > 0 else min(0.0, distance + band)
+
+
 def _soft(own: Terms, fleet: Terms, policy: BookPolicy) -> Terms:
-    """`own`, brought nearer to `fleet` by the dead band (soft threshold of the log ratio)."""
+    """`own`, brought nearer to `fleet` by the dead band of the log ratio."""
 
     def near(value: float, centre: float) -> float:
-        distance = log(value / centre)
-        beyond = max(0.0, abs(distance) - policy.deadband_log)
-        return centre * exp(beyond if distance > 0 else -beyond)
+        return centre * exp(_beyond(log(value / centre), policy.deadband_log))
 
     return Terms(near(own.first_s, fleet.first_s), near(own.second_s, fleet.second_s))
 

@@ -7,9 +7,13 @@ uncertainty grows back: knowledge that is not renewed fades, so whoever was slow
 observation counts for at most `clip_sd` standard deviations: one outlier moves little, a lasting
 change is followed within a handful.
 
+`RecentRatio` is for what one of many like machines does in terms of the others: a median of the
+last few observations, so that one held-up answer says nothing at all and a few in a row say all.
+
 What must not live here: what the two terms mean (costs.py), and any clock.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from math import exp, inf, isfinite, log, sqrt
 
@@ -132,3 +136,95 @@ class TwoTermEstimate:
         if clipped != surprise:  # An outlier or a change: the next observation may tell, believe it
             self._p11 = min(prior, 2.0 * self._p11)
             self._p22 = min(prior, 2.0 * self._p22)
+
+
+@dataclass(frozen=True, slots=True)
+class RatioTuning:
+    """How a `RecentRatio` weighs observations."""
+
+    kept_count: int = 5
+    """The last so many are looked at."""
+    half_life_s: float = 20.0
+    """An observation weighs half when the newest is so much younger."""
+    silent_half_life_s: float = 5.0
+    """All weigh half when the newest is so old: without news a worker is like the others after
+    about 10 s, and news brings back what the older ones said."""
+    doubt: float = 1.5
+    """Weight, in observations, of the belief that this one is like the others."""
+    noise_log_sd: float = 0.2
+    """Observations are believed to scatter at least so much."""
+
+    def __post_init__(self) -> None:
+        if self.kept_count < 1:
+            raise CallerError(f"kept_count must be positive, got {self.kept_count!r}")
+        for name in ("half_life_s", "silent_half_life_s", "doubt", "noise_log_sd"):
+            value = float(getattr(self, name))
+            if not (isfinite(value) and value > 0):
+                raise CallerError(f"{name} must be positive and finite, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How much longer one takes than the others."""
+
+    log: float
+    """Natural logarithm of the factor; 0: the same."""
+    log_sd: float
+    """Standard error of `log`."""
+
+
+LIKE_THE_OTHERS = Ratio(0.0, 0.0)
+
+
+class RecentRatio:
+    """Robust factor by which (x, y, seconds) observations exceed a base; constant size."""
+
+    __slots__ = ("_seen", "_tuning")
+
+    def __init__(self, tuning: RatioTuning) -> None:
+        self._tuning = tuning
+        self._seen: deque[tuple[float, float, float, float]] = deque(maxlen=tuning.kept_count)
+
+    def observe(self, at: tuple[float, float], seconds: float, now: float) -> None:
+        """Remember that (x, y) = `at` took `seconds`; mutates. O(1)."""
+        self._seen.append((now, at[0], at[1], max(seconds, _SECONDS_MIN)))
+
+    def ratio(self, base: Terms, now: float) -> Ratio:
+        """The factor over what `base` predicts; does not mutate. O(kept log kept).
+
+        A weighted median (half-way cases go to the side of no difference) of the observations and
+        of `doubt` at no difference, shrunk by the weight of the doubt.
+        """
+        seen, tuning = self._seen, self._tuning
+        if not seen:
+            return LIKE_THE_OTHERS
+        newest = max(entry[0] for entry in seen)
+        fresh = 0.5 ** (max(0.0, now - newest) / tuning.silent_half_life_s)
+        doubt = tuning.doubt
+        if fresh * len(seen) <= doubt:
+            return LIKE_THE_OTHERS  # the doubt alone is half of the weight
+        logs = [
+            (
+                log(seconds / base.seconds(x, y)),
+                fresh * 0.5 ** ((newest - when) / tuning.half_life_s),
+            )
+            for when, x, y, seconds in seen
+        ]
+        weight = sum(part for _, part in logs)
+        middle = _median([*logs, (0.0, doubt)])
+        scatter = _median([(abs(value - middle), part) for value, part in logs])
+        log_sd = 1.25 * max(tuning.noise_log_sd, 1.48 * scatter) / sqrt(weight)
+        return Ratio(middle * weight / (weight + doubt / 4), log_sd)
+
+
+def _median(weighted: list[tuple[float, float]]) -> float:
+    """Weighted median of (value, weight) pairs; of the two of a tie, the one nearer to zero."""
+    weighted.sort()
+    half, below = sum(weight for _, weight in weighted) / 2.0, 0.0
+    for number, (value, weight) in enumerate(weighted):
+        below += weight
+        if below >= half * (1 - 1e-12):
+            if below <= half * (1 + 1e-12) and number + 1 < len(weighted):
+                return min(value, weighted[number + 1][0], key=abs)
+            return value
+    return weighted[-1][0]

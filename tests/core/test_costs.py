@@ -63,6 +63,45 @@ def test_one_outlier_moves_an_estimate_by_less_than_half() -> None:
     assert tokens_per_s(book, W0, 3.0) > before / 2
 
 
+def warm_fleet() -> CostBook:
+    """Eight equal workers, measured for three seconds."""
+    book = CostBook()
+    for step in range(30):
+        for worker in range(8):
+            prefill(book, HolderId(worker), 10_000, step * 0.1)
+    return book
+
+
+def table_ratio(book: CostBook, now: float) -> float:
+    rows = book.table([W0, W1], now).prefill_token_s
+    return float(rows[0] / rows[1])
+
+
+def test_one_held_up_answer_does_not_move_a_worker_at_all() -> None:
+    book = warm_fleet()
+    prefill(book, W0, 10_000 / 20, 3.0)
+    assert table_ratio(book, 3.0) == pytest.approx(1.0, rel=1e-6)
+    late = HolderId(9)
+    prefill(book, late, 10_000 / 20, 3.0)
+    assert tokens_per_s(book, late, 3.0) == pytest.approx(tokens_per_s(book, HolderId(10), 3.0))
+
+
+@pytest.mark.parametrize("slow", [3.0, 8.0])
+def test_a_slow_worker_is_known_after_five_answers_and_tried_again_after_ten_seconds(
+    slow: float,
+) -> None:
+    book = warm_fleet()
+    for step in range(5):
+        prefill(book, W0, 10_000 / slow, 3.0 + step * 0.1)
+    assert table_ratio(book, 3.5) > slow / 2
+    for step in range(100):
+        for other in range(1, 8):
+            prefill(book, HolderId(other), 10_000, 3.6 + step * 0.1)
+    assert table_ratio(book, 13.5) == pytest.approx(1.0, rel=1e-6)
+    prefill(book, W0, 10_000 / slow, 13.6)
+    assert table_ratio(book, 13.8) > slow / 3  # one more slow answer brings it all back
+
+
 def test_a_lasting_change_is_followed_within_a_dozen_observations() -> None:
     book = CostBook()
     for step in range(30):
@@ -125,7 +164,7 @@ def test_workers_that_differ_by_measuring_noise_have_equal_rows_in_the_table() -
 
 
 def test_the_table_says_what_single_speeds_say_when_the_dead_band_is_off() -> None:
-    book = CostBook(BookPolicy(deadband_log=0.0))
+    book = CostBook(BookPolicy(deadband_log=0.0, deadband_sds=0.0))
     prefill(book, W0, 100, 1.0)
     book.observe_load(W1, Source.PEER, LoadSample(1 << 20, 0.5), 1.0)
     table = book.table([W1, W0], 2.0)

@@ -302,6 +302,27 @@ class Call:
     on_failure: Callable[[FailureKind], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What a real fleet adds to times: jitter on every prefill, and now and then an answer that is
+    held up on its way (a collected heap, a busy neighbour) while its worker goes on."""
+
+    log_sd: float = 0.2
+    pause_share: float = 0.02
+    pause_min: float = 5.0
+    pause_max: float = 20.0
+    """Pauses are multiples of the time that the prefill took."""
+
+    def jitter(self, random: Random) -> float:
+        return random.lognormvariate(0.0, self.log_sd)
+
+    def pause(self, random: Random) -> float:
+        """What a time to first token grows by, as a part of the prefill's own time."""
+        if random.random() >= self.pause_share:
+            return 0.0
+        return random.uniform(self.pause_min, self.pause_max) - 1.0
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """Prefills one request after the other; decoding costs the others nothing. LRU cache of
@@ -313,6 +334,7 @@ class Worker:
     random: Random
     capacity_blocks: int
     tokens_per_s: float = 12_000.0
+    noise: Noise | None = None
     slow: float = 1.0
     is_alive: bool = True
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -366,22 +388,34 @@ class Worker:
         tokens = call.tokens_count - cached
         context = (call.tokens_count + cached) / 2
         seconds = 0.004 + tokens / self.tokens_per_s * (1 + context / 40_000)
-        seconds *= self.slow * self.random.uniform(0.9, 1.15)
+        held_up_s = 0.0
+        if self.noise is None:
+            seconds *= self.slow * self.random.uniform(0.9, 1.15)
+        else:
+            seconds *= self.slow * self.noise.jitter(self.random)
+            held_up_s = seconds * self.noise.pause(self.random)
         self.computed_tokens += tokens
-        self.clock.at(self.clock.now + seconds, lambda: self._prefilled(call, cached))
+        self.clock.at(self.clock.now + seconds, lambda: self._prefilled(call, cached, held_up_s))
 
-    def _prefilled(self, call: Call, cached: int) -> None:
+    def _prefilled(self, call: Call, cached: int, held_up_s: float) -> None:
         if not self.is_alive or not self.queue or self.queue[0] is not call:
             return
         self.queue.pop(0)
         self._keep(call.hashes)
         self.decoding.add(call)
-        call.on_first(self.clock.now, cached)
-        self.clock.at(self.clock.now + call.decode_s, lambda: self._ended(call, cached))
+        if held_up_s:
+            self.clock.at(self.clock.now + held_up_s, lambda: self._first(call, cached))
+        else:
+            self._first(call, cached)
         if self.queue:
             self._begin()
         else:
             self.is_busy = False
+
+    def _first(self, call: Call, cached: int) -> None:
+        if call in self.decoding:
+            call.on_first(self.clock.now, cached)
+            self.clock.at(self.clock.now + call.decode_s, lambda: self._ended(call, cached))
 
     def _ended(self, call: Call, cached: int) -> None:
         if call in self.decoding:
@@ -451,6 +485,7 @@ class Setup:
     horizon_s: float = 300.0
     config: RoutingConfig = field(default_factory=RoutingConfig)
     reports: bool = True
+    noise: Noise | None = None
 
 
 class World:
@@ -466,7 +501,14 @@ class World:
                 self.clock, self.setup.event_delay_s, self.setup.reserve_delay_s
             )
         self.workers = [
-            Worker(number, self.clock, self.index, self.random, self.setup.capacity_blocks)
+            Worker(
+                number,
+                self.clock,
+                self.index,
+                self.random,
+                self.setup.capacity_blocks,
+                noise=self.setup.noise,
+            )
             for number in range(self.setup.workers_count)
         ]
         self.routers = [self._router(number) for number in range(self.setup.routers_count)]

@@ -34,6 +34,8 @@ DOUBT = 1.5
 SAMPLE_TOKENS_MIN = 32
 REPORTED_TOKENS = 1024
 """A worker's own word on its speed counts as a prefill of so many tokens."""
+SAME_WORD = 0.01
+"""Words that differ by no more than this part are one word repeated."""
 LOAD_SHARE_MIN = 0.5
 """A time to first token teaches a tier's bandwidth where loading is this part of it."""
 WINDOW_S = 60.0
@@ -136,6 +138,8 @@ class SpeedBooks:
         self._floors: dict[str, _Floor] = {}
         self._lanes: dict[int, _Lane] = {}
         self._users: dict[int, str] = {}
+        self._words: dict[int, float] = {}
+        """What each worker last said of its own speed."""
         self._token_s: dict[str, float] = {}
         """By model, seconds between tokens of answers that come in one piece."""
 
@@ -144,6 +148,7 @@ class SpeedBooks:
 
     def left(self, member: Member) -> None:
         self._lanes.pop(member.slot, None)
+        self._words.pop(member.slot, None)
         model_id = self._users.pop(member.slot, None)
         if model_id is not None:
             self._books[model_id].forget(HolderId(member.slot))
@@ -171,11 +176,14 @@ class SpeedBooks:
         book = self._books.get(self._users.get(member.slot, ""))
         if book is None:
             return 0.0
-        return 1.0 / book.speeds(HolderId(member.slot), now).prefill.first_s
+        return 1.0 / book.prefill(HolderId(member.slot), now).first_s
 
     def reported(self, member: Member, tokens_per_s: float, now: float) -> None:
-        """Take a worker's own word on its prefill speed; every router hears the same."""
-        if 1.0 < tokens_per_s < 1e9:
+        """Take a worker's own word on its prefill speed; every router hears the same. A word that
+        is only repeated is no news: a worker that nobody asks repeats what it was."""
+        before = self._words.get(member.slot, 0.0)
+        if 1.0 < tokens_per_s < 1e9 and abs(tokens_per_s - before) > SAME_WORD * before:
+            self._words[member.slot] = tokens_per_s
             self._users[member.slot] = model_id = member.card.model_id
             sample = PrefillSample(REPORTED_TOKENS, 0, REPORTED_TOKENS / tokens_per_s)
             self._book(model_id).observe_prefill(HolderId(member.slot), sample, now)
@@ -194,7 +202,7 @@ class SpeedBooks:
             return
         self._settle(lane, now)
         book = self._book(expected.model_id)
-        token_s = book.speeds(HolderId(expected.member.slot), now).prefill.first_s
+        token_s = book.prefill(HolderId(expected.member.slot), now).first_s
         lane.pending = _Sample(
             expected=expected,
             took_s=now - max(sent_at, before),

@@ -483,7 +483,10 @@ class Router:
         foreign = 0
         if look is not None and view is not None and view.holder < len(look.foreign_tokens):
             foreign = int(look.foreign_tokens[view.holder])
-        waiting = roster.own_tokens[slot] + roster.queued_beyond[slot] + foreign
+        tokens_per_s = self._books.tokens_per_s(member, now)
+        drained = (now - roster.queued_at[slot]) * tokens_per_s
+        beyond = max(float(roster.queued_beyond[slot]) - drained, 0.0)
+        waiting = roster.own_tokens[slot] + beyond + foreign
         return WorkerReport(
             worker=member.name,
             address=member.address,
@@ -495,7 +498,7 @@ class Router:
             cause="" if view is None else view.degraded_reason,
             requests_in_flight=int(roster.own_requests[slot]),
             waiting_prefill_tokens=int(waiting),
-            prefill_tokens_per_s=self._books.tokens_per_s(member, now),
+            prefill_tokens_per_s=tokens_per_s,
             ramp=float(roster.ramp[slot]),
         )
 

@@ -583,6 +583,24 @@ def test_prefill_speed_is_learnt_from_times_to_first_token(tokens_per_s: float) 
     assert measured == pytest.approx(tokens_per_s, rel=0.25)
 
 
+def test_a_worker_that_repeats_its_own_old_word_is_tried_again() -> None:
+    bench = Bench(2)
+    for step in range(40):
+        for number in range(2):
+            speed = 1_000.0 + step * 20 if number else 10_000.0 + step * 200
+            load = Load(
+                prefill_tokens_per_s=speed if step < 10 else 1_000.0 + 9_000.0 * (1 - number)
+            )
+            bench.replica.tell(view_of(number, info_of(number), load=load, heard_at=100.0))
+        bench.router.workers()
+        if step == 9:
+            slow, well = bench.router.workers()[1], bench.router.workers()[0]
+            assert slow.prefill_tokens_per_s < 0.3 * well.prefill_tokens_per_s
+        bench.advance(0.5)
+    reports = bench.router.workers()
+    assert reports[1].prefill_tokens_per_s == pytest.approx(reports[0].prefill_tokens_per_s)
+
+
 def test_a_worker_slow_in_whole_answers_gets_less() -> None:
     bench = Bench(2)
     chosen = Counter[WorkerName]()

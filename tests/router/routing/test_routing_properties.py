@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvtier_router.routing import Policy, RoutingConfig
-from tests.support.virtual_fleet import Outcome, Prompt, Setup, World, cold, mixed, words
+from tests.support.virtual_fleet import Noise, Outcome, Prompt, Setup, World, cold, mixed, words
 
 ENDLESS_BLOCKS = 100_000
 SLOW_WORKER, KILLED_WORKER = 5, 2
@@ -32,19 +32,34 @@ def test_unrelated_cold_requests_spread_evenly_at_any_concurrency(concurrency: i
     assert len(outcome.ttfts) == 480
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("concurrency", [1, 4, 16, 64])
+def test_they_spread_evenly_where_times_are_noisy_and_answers_are_held_up(
+    concurrency: int, seed: int
+) -> None:
+    setup = Setup(capacity_blocks=ENDLESS_BLOCKS, seed=seed, noise=Noise(), horizon_s=900.0)
+    outcome = World(setup).loop(cold(seed, 800), concurrency)
+    assert outcome.spread() <= 1.3
+    assert len(outcome.ttfts) == 800
+
+
 def test_they_spread_evenly_through_several_routers_too() -> None:
     setup = Setup(capacity_blocks=ENDLESS_BLOCKS, routers_count=4)
     assert World(setup).loop(cold(2, 800), 16).spread() <= 1.3
 
 
-def test_a_worker_slow_for_a_while_is_spared_and_back_at_its_fair_share_within_a_minute() -> None:
-    world = World(Setup(capacity_blocks=ENDLESS_BLOCKS, horizon_s=125.0))
+@pytest.mark.parametrize("noise", [None, Noise()])
+@pytest.mark.parametrize("slow", [3.0, 8.0])
+def test_a_worker_slow_for_a_while_is_spared_and_back_at_its_fair_share_within_a_minute(
+    slow: float, noise: Noise | None
+) -> None:
+    world = World(Setup(capacity_blocks=ENDLESS_BLOCKS, horizon_s=125.0, noise=noise))
     random, prompts, now = Random(1), list[Prompt](), 0.0
     while now < 120.0:
         now += random.expovariate(20.0)
         tokens = words(f"s{len(prompts)}", random.randrange(300, 1500))
         prompts.append(Prompt(now, tokens, 0.3))
-    world.workers[0].slow = 8.0
+    world.workers[0].slow = slow
     world.clock.at(30.0, lambda: setattr(world.workers[0], "slow", 1.0))
     outcome = world.play(prompts)
 
@@ -105,7 +120,9 @@ def test_four_routers_on_one_index_hit_as_much_as_one() -> None:
 
 def test_without_shared_reservations_four_routers_herd() -> None:
     """The simulation would notice if reservations did nothing."""
-    assert through(4, 1, 30.0, False).hit < 0.95 * through(4, 1, 30.0).hit
+    alone, together = through(4, 3, 30.0, False), through(4, 3, 30.0)
+    assert alone.hit < together.hit
+    assert alone.quantile(0.99) > 1.2 * together.quantile(0.99)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
