@@ -20,6 +20,8 @@ from math import exp, inf, isfinite, log, sqrt
 from kvtier.errors import CallerError
 
 _SECONDS_MIN = 1e-9
+_PREDICTED_MIN_S = 1e-300
+"""Predictions may underflow to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +121,14 @@ class TwoTermEstimate:
         self._p11 = min(prior, self._p11 + step)
         self._p22 = min(prior, self._p22 + step)
         part = exp(self._first) * x
-        predicted = part + exp(self._second) * y
+        predicted = max(part + exp(self._second) * y, _PREDICTED_MIN_S)
         share = part / predicted
         rest = 1.0 - share
         gain_first = self._p11 * share + self._p12 * rest
         gain_second = self._p12 * share + self._p22 * rest
         variance = gain_first * share + gain_second * rest + tuning.noise_log_sd**2
         limit = tuning.clip_sd * sqrt(variance)
-        surprise = log(seconds / predicted)
+        surprise = log(seconds) - log(predicted)
         clipped = max(-limit, min(limit, surprise))
         self._first += gain_first / variance * clipped
         self._second += gain_second / variance * clipped

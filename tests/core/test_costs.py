@@ -192,6 +192,13 @@ def test_the_table_is_at_most_refresh_s_old() -> None:
     assert book.table([W0], 0.6).prefill_token_s[0] > 10 * old
 
 
+def test_an_observation_so_small_that_its_prediction_underflows_does_no_harm() -> None:
+    target = Terms(1e-3, 1e-9)
+    estimate = TwoTermEstimate(target, Tuning(), 0.0)
+    estimate.observe((5e-324, 0.0), 0.0, target, 0.0)
+    assert 0 < estimate.terms(target, 0.0).first_s < float("inf")
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
