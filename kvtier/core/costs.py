@@ -148,7 +148,10 @@ class BookPolicy:
     prefill: RatioTuning = field(default_factory=RatioTuning)
     """A worker's prefill in terms of the fleet's."""
     fleet: Tuning = field(default_factory=lambda: Tuning(half_life_s=3600.0, step_log_sd=0.03))
-    """The fleet reverts to the priors."""
+    """The fleet's prefill reverts to the priors."""
+    transfers: Tuning = field(default_factory=lambda: Tuning(half_life_s=3600.0, step_log_sd=0.03))
+    """The fleet's transfers revert to the priors. In a fleet of one, nobody else finds out that a
+    source is well again: what is known of it must fade in seconds, or it is never tried again."""
     deadband_log: float = 0.15
     """A worker within e**0.15 (16 %) of the fleet is taken to be as fast as the fleet, and what is
     beyond counts only beyond: so measuring noise does not decide between equal workers."""
@@ -245,7 +248,8 @@ class CostBook:
         if not 0 <= worker < HOLDERS_COUNT_MAX:
             raise CallerError(f"holder {worker!r} out of range")
         if kind not in self._fleet:
-            self._fleet[kind] = TwoTermEstimate(self._priors[kind], self._policy.fleet, now)
+            tuning = self._policy.fleet if kind is None else self._policy.transfers
+            self._fleet[kind] = TwoTermEstimate(self._priors[kind], tuning, now)
         self._fleet[kind].observe(at, seconds, self._priors[kind], now)
 
     def _fleet_terms(self, kind: Source | None, now: float) -> Terms:

@@ -25,12 +25,33 @@ class IndexMode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class HttpTlsConfig:
+    """PEM files of the router. Both are read again when they change.
+
+    There are no authorities of clients: those identify themselves by API keys.
+    """
+
+    cert_file: Path | None = None
+    """Own certificate with its chain."""
+    key_file: Path | None = None
+    """Private key of that certificate."""
+
+    def __post_init__(self) -> None:
+        if self.cert_file is None or self.key_file is None:
+            raise ConfigError("cert_file and key_file are both required to listen with TLS")
+
+    def files(self) -> TlsConfig:
+        """The same in the form that every listener's TLS is made of."""
+        return TlsConfig(self.cert_file, self.key_file)
+
+
+@dataclass(frozen=True, slots=True)
 class HttpListenConfig:
     """The public listener."""
 
     bind: str = "127.0.0.1:8000"
     """host:port or [address]:port; port 0 takes a free one."""
-    tls: TlsConfig | None = None
+    tls: HttpTlsConfig | None = None
     """Certificate of the router; clients identify themselves by API keys."""
     insecure: bool = False
     """Accept callers from other machines without TLS or without API keys."""
@@ -39,10 +60,6 @@ class HttpListenConfig:
         if self.bind.startswith("unix:"):
             raise ConfigError("listen.bind is host:port")
         parse_address(self.bind)
-        if self.tls is not None and self.tls.cert_file is None:
-            raise ConfigError("listen.tls.cert_file is required to listen with TLS")
-        if self.tls is not None and self.tls.ca_file is not None:
-            raise ConfigError("listen.tls.ca_file: clients identify themselves by API keys")
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ async def serve(
         admin = HttpServer(Admin(admin_parts), config.http, clock)
         admin_port = await _listen_admin(admin, config.admin_bind, place.process)
         stack.push_async_callback(admin.drain, 0.5)
-        tls = None if config.listen.tls is None else ServerTls(config.listen.tls)
+        tls = None if config.listen.tls is None else ServerTls(config.listen.tls.files())
         bound = bind_public(config.listen.bind, shared=config.workers > 1)
         port = int(bound.getsockname()[1])
         await server.listen(bound, None if tls is None else tls.context)

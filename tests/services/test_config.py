@@ -479,9 +479,9 @@ def some_text(config_class: type[Root], setting: config.Setting, tmp_path: Path)
     """A text that is valid for a setting, in the form of a variable or flag: numbers by default."""
     if setting.secret_file:
         secret = tmp_path / "secret"
-        secret.write_text("s3cret", encoding="utf-8")
+        secret.write_text("s3cret of a cluster", encoding="utf-8")
         return str(secret)
-    if setting.path[-1] in {"bind", "metrics_bind", "targets", "sentinels"}:
+    if setting.path[-1] in {"bind", "metrics_bind", "admin_bind", "targets", "sentinels", "peers"}:
         return "127.0.0.1:7"
     if setting.path[-1] == "quotas":
         return "dram:1:tenant:acme"

@@ -56,6 +56,7 @@ class UpstreamLimits:
     """How long a worker may take."""
 
     connect_ms_max: int = 2_000
+    """To a connection, with its TLS."""
     first_byte_ms_max: int = 300_000
     """From sending the request to the first byte of the answer's body."""
     silence_ms_max: int = 120_000

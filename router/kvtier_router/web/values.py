@@ -36,18 +36,23 @@ class HttpLimits:
     """What one client may cost the server, whatever it sends."""
 
     header_bytes_max: int = 32 << 10
+    """Request line and header; more is answered 431."""
     header_ms_max: int = 10_000
     """From the first byte of a request (or the connection) to the end of its header."""
     body_bytes_max: int = 32 << 20
+    """More is answered 413."""
     body_ms_max: int = 120_000
+    """From the end of the header to the end of the body."""
     body_grace_ms: int = 5_000
     """After this a body must have come at `body_bytes_per_s_min` on average."""
     body_bytes_per_s_min: int = 1024
+    """A slower upload is cut off."""
     idle_ms_max: int = 75_000
     """A connection between requests."""
     reader_stall_ms_max: int = 60_000
     """A client that takes nothing of a waiting answer for so long is cut off."""
     connections_max: int = 8192
+    """Of all clients; more are turned away."""
     client_connections_max: int = 2048
     """Of one address; behind a proxy all clients have one."""
     linger_ms: int = 1_000

@@ -19,6 +19,7 @@ from kvtier.core.costs import (
     Speeds,
     split,
 )
+from kvtier.core.estimates import Tuning
 from kvtier.limits import PROMPT_TOKENS_MAX
 from kvtier.types import HolderId, Source
 from kvtier_services.worker.l2.port import LoadRun, RunOutcome
@@ -29,6 +30,10 @@ PATIENT = LoadPolicy(overlap=0.0, deadline_multiple=1000.0, deadline_floor_s=0.0
 used before its last byte is there. What overlaps is other requests' compute, and that is not this
 request's gain. A load is given up when recomputing would have been done (twice the time at worst):
 what is predicted is too small a part of that to be impatient about."""
+
+FADING = Tuning(half_life_s=30.0)
+"""A tier that was slow once, while its store restarted say, is tried again within a minute or two:
+a wrong guess costs one prompt at most twice its time, never being asked costs all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class Advisor:
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._policy = policy
-        self._book = CostBook(BookPolicy(priors=priors or Priors()))
+        self._book = CostBook(BookPolicy(priors=priors or Priors(), transfers=FADING))
 
     def runs(self, found: PrefixFound, now: float) -> tuple[LoadRun, ...]:
         """The loads to begin for a request; empty where recomputing is as good. Mutates nothing."""
