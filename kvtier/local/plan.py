@@ -141,6 +141,7 @@ class _Planner:
             self._grpc("store", Kind.STORE, store.config.listen.bind, store.config.listen.tls),
         ]
         waits = [index.config.drain_ms_max, 2 * store.config.drain_ms_max]
+        front = router.config.listen.tls
         groups = [
             *((self._redis(),) for _ in range(cluster.config.redis == EMBEDDED)),
             *((_patient(one, ms),) for one, ms in zip(found, waits, strict=True)),
@@ -151,11 +152,11 @@ class _Planner:
             ),
             (
                 self._http("router", Kind.ROUTER, router.config.listen.bind, "/ready",
-                           router.config.listen.tls, router.config.drain_ms_max),
+                           front.files() if front else None, router.config.drain_ms_max),
             ),
         ]  # fmt: skip
         _check_addresses([service for group in groups for service in group])
-        scheme = "http" if router.config.listen.tls is None else "https"
+        scheme = "http" if front is None else "https"
         admin = router.config.admin_bind or ""
         pages = {
             "index": index.config.telemetry.metrics_bind,
