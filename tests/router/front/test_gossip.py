@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,10 @@ def test_the_home_of_an_answer_is_known_to_all_and_in_its_scope_only(tmp_path: P
     assert other.homes.find(red, "resp_1") is None
 
 
+def past(moment_s: float) -> Callable[[], bool]:
+    return lambda: time.monotonic() > moment_s
+
+
 def test_processes_of_one_router_share_quota_and_drains(rig: Rig) -> None:
     rig.start_workers(2)
     quota = "requests_per_s = 0.01\nrequests_burst = 6"
@@ -153,6 +158,5 @@ def test_processes_of_one_router_share_quota_and_drains(rig: Rig) -> None:
     granted = 0
     for _ in range(14):  # of which two processes that know nothing of each other would grant 12
         granted += asked("key")[0] == 200
-        told = time.monotonic() + 3 * TICK_S
-        eventually(lambda told=told: time.monotonic() > told, 5.0, "the other process was told")
+        eventually(past(time.monotonic() + 3 * TICK_S), 5.0, "the other process was told")
     assert 6 <= granted <= 9
