@@ -201,7 +201,7 @@ def reservation(key: str = "k", ttl_ms: int = 60_000, instance: str = "w1") -> O
 
 def reserved(index: LiveIndex) -> int:
     holder = index.holder("w1")
-    return 0 if holder is None else index.state.reserved(holder).prefill_tokens
+    return 0 if holder is None else index.state.routers.reserved(holder).prefill_tokens
 
 
 async def until_reserved(index: LiveIndex, tokens: int) -> None:

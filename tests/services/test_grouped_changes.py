@@ -57,7 +57,7 @@ def wanted(number: int, tokens: int = 10) -> OwnReservation:
 
 def reserved(running: RunningIndex) -> int:
     holder = running.state.fleet.find_worker(WORKER.instance, WORKER.dp_rank)
-    return 0 if holder is None else running.state.reserved(holder).prefill_tokens
+    return 0 if holder is None else running.state.routers.reserved(holder).prefill_tokens
 
 
 async def until_reserved(running: RunningIndex, tokens: int) -> None:

@@ -390,7 +390,7 @@ async def test_reservations_are_seen_by_match_and_die_with_the_stream() -> None:
         holder = running.state.fleet.find_worker(InstanceId("w1"), 0)
         assert holder is not None
         await until(
-            lambda: running.state.reserved(holder).prefill_tokens == 0, "the stream's death"
+            lambda: running.state.routers.reserved(holder).prefill_tokens == 0, "the stream's death"
         )
         assert await match(channel) == {}
 

@@ -182,7 +182,7 @@ class Broadcast:
             for shard, _ in self.state.streams(holder):
                 for message in self._blocks((holder, shard)):
                     self._send([follower], message)
-            for ticket, reservation, expires_at in self.state.reservations(holder):
+            for ticket, reservation, expires_at in self.state.routers.reservations(holder):
                 if reservation.router.router_id == follower.router:
                     continue
                 ttl_ms = max(1, int((expires_at - self._clock()) * 1000))
@@ -210,7 +210,7 @@ class Broadcast:
     def describe(self, record: HolderRecord) -> pb.Holder:
         """A holder in the words of the wire, as of now."""
         trust, reason = self.state.trust(record.holder)
-        totals = self.state.reserved(record.holder)
+        totals = self.state.routers.reserved(record.holder)
         epoch, seq = 0, 0
         for _, stream in self.state.streams(record.holder):
             epoch, seq = stream.acceptor.epoch or 0, stream.acceptor.applied_seq

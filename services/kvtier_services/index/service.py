@@ -128,21 +128,21 @@ class IndexService:
                     raise CallerError("a Reserve stream begins with RouterHello and has but one")
                 if router is None:
                     router = RouterLife(request.hello.router, Epoch(request.hello.epoch))
-                    self._state.router_came(router)
+                    self._state.routers.router_came(router)
                     if request.hello.groups:
                         await context.write(pb.ReserveResponse(groups=True))
                 elif kind == "reserve":
                     await context.write(self._reserve(router, request.reserve))
                 elif kind == "release_key":
-                    self._state.release(router, request.release_key)
+                    self._state.routers.release(router, request.release_key)
                 elif kind == "group":
                     for key in request.group.release_keys:
-                        self._state.release(router, key)
+                        self._state.routers.release(router, key)
                     for reserve in request.group.reserve:
                         self._reserve(router, reserve)
         finally:
             if router is not None:
-                self._state.router_gone(router)
+                self._state.routers.router_gone(router)
 
     def _reserve(self, router: RouterLife, message: pb.Reservation) -> pb.ReserveResponse:
         worker = self._state.fleet.find_worker(InstanceId(message.instance), message.dp_rank)
@@ -157,20 +157,20 @@ class IndexService:
             ttl_ms=message.ttl_ms,
             blocks=tuple(PrefixHash(one) for one in hashes.tolist()),
         )
-        verdict = self._state.reserve(wanted, self._clock())
+        verdict = self._state.routers.reserve(wanted, self._clock())
         self._metrics.reserved(verdict)
         granted = verdict in {ReserveVerdict.GRANTED, ReserveVerdict.REPEATED}
         return pb.ReserveResponse(
             key=message.key,
             granted=granted,
             reason="" if granted else verdict.value,
-            worker_prefill_tokens=self._state.reserved(worker).prefill_tokens,
+            worker_prefill_tokens=self._state.routers.reserved(worker).prefill_tokens,
         )
 
     async def release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
         try:
             router = RouterLife(request.router, Epoch(request.epoch))
-            released = sum(self._state.release(router, key) for key in request.keys)
+            released = sum(self._state.routers.release(router, key) for key in request.keys)
         except KvtierError as error:
             await refuse(context, error)
         return pb.ReleaseResponse(released=released)

@@ -1,8 +1,8 @@
 """What the index knows and how messages change it: the core's decisions, carried out.
 
-Holds the fleet (holders by name over the prefix index), one acceptor per stream, the leases and
-the reservations. Every change of interest to others goes to `Changes`. Called from one thread;
-`now` is monotonic seconds.
+Holds the fleet (holders by name over the prefix index), one acceptor per stream and the leases;
+what routers reserve is `routers`. Every change of interest to others goes to `Changes`. Called
+from one thread; `now` is monotonic seconds.
 
 What must not live here: gRPC, asyncio, clocks (service.py), the queues of receivers (feed.py).
 """
@@ -38,18 +38,12 @@ from kvtier.core.events import (
 from kvtier.core.fleet import Fleet, HolderInfo, HolderRecord
 from kvtier.core.membership import Forget, Hide, LeaseConfig, Leases, LeaseState, Renewal
 from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
-from kvtier.core.reservations import (
-    Reservation,
-    ReservationConfig,
-    Reservations,
-    ReserveVerdict,
-    RouterLife,
-    WorkerTotals,
-)
+from kvtier.core.reservations import ReservationConfig
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
-from kvtier.types import Epoch, HolderId, HolderKind, Tier, Trust
+from kvtier.types import Epoch, HolderId, Tier, Trust
 from kvtier_services.index.replacing import SLICE_BLOCKS, Replacement
+from kvtier_services.index.router_work import ReservationChanges, RouterWork
 
 STAGED_BLOCK_BYTES: Final = 22
 """A block of a snapshot on the wire, where each block is an event of its own."""
@@ -65,7 +59,7 @@ Stream = tuple[HolderId, int]
 _STORES: Final = bytes([EventKind.STORE])
 
 
-class Changes(Protocol):
+class Changes(ReservationChanges, Protocol):
     """Who is told what changed. Called synchronously, after the change."""
 
     def holder_joined(self, holder: HolderId) -> None: ...
@@ -76,8 +70,6 @@ class Changes(Protocol):
     def batch_applied(self, stream: Stream, batch: PackedBatch) -> None: ...
     def messages_applied(self, stream: Stream, messages: list[bytes], count: int) -> None: ...
     def stream_replaced(self, stream: Stream) -> None: ...
-    def reserved(self, ticket: int, reservation: Reservation) -> None: ...
-    def reservation_over(self, ticket: int, reservation: Reservation) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +137,7 @@ class IndexState:
         self._leases: Leases[Stream] = Leases(config.lease)
         self._renew_after_s = config.lease.lease_s / 256
         """Batches that come closer together than this do not renew a lease again."""
-        self._reservations = Reservations(config.reservations)
-        self._routers: Counter[RouterLife] = Counter()
-        """Open streams of each life of a router."""
-        self._tickets: dict[tuple[RouterLife, str], int] = {}
-        self._reserved: dict[HolderId, dict[int, tuple[Reservation, float]]] = {}
-        """Per worker: ticket -> (reservation, when it expires)."""
-        self._next_ticket = 1
+        self.routers = RouterWork(self.fleet, index, config.reservations, changes)
         self._replacing: deque[Stream] = deque()
         self._described: dict[HolderId, tuple[HolderInfo, Trust]] = {}
 
@@ -307,52 +293,6 @@ class IndexState:
         if state is not None and state.acceptor.epoch == epoch:
             self._forget_holder(stream[0])
 
-    # ---- routers
-
-    def reserve(self, wanted: Reservation, now: float) -> ReserveVerdict:
-        """Note work that a router sent to a worker, with the blocks it will leave there."""
-        if self.fleet.record(wanted.worker).key.kind is not HolderKind.WORKER:
-            raise CallerError(f"holder {wanted.worker} is not a worker")
-        self._end_reservations(self._reservations.tick(now))
-        outcome = self._reservations.reserve(wanted, now)
-        self._end_reservations(outcome.ended)
-        if outcome.verdict is ReserveVerdict.GRANTED:
-            ticket = self._next_ticket
-            self._next_ticket += 1
-            self._tickets[wanted.router, wanted.key] = ticket
-            expires_at = now + wanted.ttl_ms / 1000
-            self._reserved.setdefault(wanted.worker, {})[ticket] = (wanted, expires_at)
-            self._index.predict(wanted.worker, wanted.blocks, ticket, expires_at)
-            self._changes.reserved(ticket, wanted)
-        return outcome.verdict
-
-    def release(self, router: RouterLife, key: str) -> bool:
-        """Give one reservation back; False where there was none."""
-        ended = self._reservations.release(router, key)
-        if ended is None:
-            return False
-        self._end_reservations((ended,))
-        return True
-
-    def router_came(self, router: RouterLife) -> None:
-        """A router's stream begins; there may be two while it reconnects."""
-        self._routers[router] += 1
-
-    def router_gone(self, router: RouterLife) -> None:
-        """A router's stream ended: all its reservations end with the last one."""
-        self._routers[router] -= 1
-        if not self._routers[router]:
-            del self._routers[router]
-            self._end_reservations(self._reservations.router_gone(router))
-
-    def reserved(self, worker: HolderId) -> WorkerTotals:
-        return self._reservations.totals(worker)
-
-    def reservations(self, worker: HolderId) -> Iterator[tuple[int, Reservation, float]]:
-        """(ticket, reservation, when it expires) of everything on its way to a worker."""
-        for ticket, (reservation, expires_at) in self._reserved.get(worker, {}).items():
-            yield ticket, reservation, expires_at
-
     # ---- time
 
     def tick(self, now: float) -> None:
@@ -367,7 +307,7 @@ class IndexState:
                 case Forget():
                     if not self._is_alive(holder, besides=news.key[1]):
                         self._forget_holder(holder)
-        self._end_reservations(self._reservations.tick(now))
+        self.routers.tick(now)
         self._index.expire(now)
 
     @property
@@ -396,7 +336,7 @@ class IndexState:
 
     def next_deadline(self) -> float | None:
         """Tick no later than this; None while nothing waits for time."""
-        candidates = [self._leases.next_deadline(), self._reservations.next_deadline()]
+        candidates = [self._leases.next_deadline(), self.routers.next_deadline()]
         return min((at for at in candidates if at is not None), default=None)
 
     # ---- reading
@@ -600,7 +540,7 @@ class IndexState:
 
     def _forget_holder(self, holder: HolderId) -> None:
         record = self.fleet.record(holder)
-        self._end_reservations(self._reservations.worker_gone(holder))
+        self.routers.worker_gone(holder)
         for shard in record.shards:
             self._leases.leave((holder, shard))
             forgotten = self._streams.pop((holder, shard), None)
@@ -609,16 +549,6 @@ class IndexState:
         self.fleet.leave(holder)
         self._described.pop(holder, None)
         self._changes.holder_left(record)
-
-    def _end_reservations(self, ended: tuple[Reservation, ...]) -> None:
-        for reservation in ended:
-            ticket = self._tickets.pop((reservation.router, reservation.key))
-            of_worker = self._reserved[reservation.worker]
-            del of_worker[ticket]
-            if not of_worker:
-                del self._reserved[reservation.worker]
-            self._index.release(ticket)
-            self._changes.reservation_over(ticket, reservation)
 
 
 def _fits(own_tiers: bytes, batch: PackedBatch) -> bool:
