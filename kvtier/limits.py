@@ -238,3 +238,22 @@ CHOICES_COUNT_MAX: Final = 128
 # A cluster on one machine
 LOCAL_WORKERS_COUNT_MAX: Final = 64
 """Workers that `kvtier up` starts."""
+
+# Foreign engines' events
+ENGINE_PAYLOAD_BYTES_MAX: Final = 16 << 20
+"""One message of an engine: a step that fills a million tokens of blocks has about 5 MB."""
+ENGINE_EVENTS_MAX: Final = 1 << 16
+"""Events in one message."""
+ENGINE_EVENT_BLOCKS_MAX: Final = 1 << 16
+"""Blocks in one event."""
+ENGINE_HASH_BYTES_MAX: Final = 64
+ENGINE_RESIDENTS_MAX: Final = 1 << 24
+"""Copies of blocks that one rank of an engine is followed for."""
+ENGINE_DIGESTS_MAX: Final = 1 << 24
+"""Engine hashes whose prefix keys are remembered."""
+ENGINE_RANKS_MAX: Final = 256
+"""Data-parallel ranks behind one bridge."""
+ENGINE_HELD_BATCHES_MAX: Final = 1 << 16
+"""Live messages that wait for a replay."""
+ENGINE_HELD_BYTES_MAX: Final = 256 << 20
+"""The same."""
