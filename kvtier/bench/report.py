@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
-BENCHES = ("keys", "index", "copy", "store", "index-service", "text", "router", "worker")
+BENCHES = ("keys", "index", "copy", "store", "index-service", "text", "router", "worker", "cluster")
 """Names of benches; a `-` in a name is a `_` in the name of its module."""
 
 

@@ -27,7 +27,7 @@ from kvtier_router.front.calls import PATHS, Api, Call, read_call, require_json
 from kvtier_router.front.prompts import PromptReader
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.quota import QuotaDesk
-from kvtier_router.front.relay import Job, Relay
+from kvtier_router.front.relay import EXPLAIN, Job, Relay
 from kvtier_router.front.tenants import Tenant, TenantBook
 from kvtier_router.metrics import FrontMetrics
 from kvtier_router.openapi import document
@@ -191,6 +191,7 @@ class Front:
                 session_id=head.headers.get(self._policy.session_header) or None,
                 traceparent=_traceparent(head),
                 arrived_at=arrived_at,
+                explained=head.headers.get(EXPLAIN[0]) == EXPLAIN[1],
             )
             await self._admitted(job)
             status = job.status

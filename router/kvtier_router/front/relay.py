@@ -71,6 +71,10 @@ class Resumed(StrEnum):
     """No worker, no attempt or no budget left."""
 
 
+EXPLAIN: Final = ("x-kvtier-explain", "1")
+"""Header of a client that wants to know, in `usage.kvtier`, what came from which tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class RelayPolicy:
     """How often one request is tried, and what clients are told."""
@@ -92,6 +96,8 @@ class Job:
     session_id: str | None
     traceparent: str | None
     arrived_at: float
+    explained: bool = False
+    """The client asked the worker to say from which tiers its prompt came."""
     # What came of it, for the log line and the metrics
     status: int = 0
     error: str = ""
@@ -280,6 +286,8 @@ class Relay:
             headers.append(("authorization", f"Bearer {token}"))
         if job.traceparent is not None:
             headers.append(("traceparent", job.traceparent))
+        if job.explained:
+            headers.append(EXPLAIN)
         resumed = wanted.resumption
         if resumed is not None:
             fields = {"model": target.model, **resumed.body}

@@ -56,6 +56,15 @@ def test_a_trace_of_the_client_goes_on_upstream(calm: Rig) -> None:
         assert worker.last()["headers"].get("traceparent") == sent
 
 
+def test_a_client_that_asks_for_tiers_is_heard_by_the_worker(calm: Rig) -> None:
+    body = {"model": "mock", "prompt": "a", "max_tokens": 1}
+    for given, sent in (("1", "1"), ("yes", None)):
+        answer = calm.call("POST", "/v1/completions", body, headers={"x-kvtier-explain": given})
+        assert answer.status == 200
+        worker = calm.workers[int(answer.headers["x-kvtier-worker"][1:])]
+        assert worker.last()["headers"].get("x-kvtier-explain") == sent
+
+
 def test_the_settings_are_printed_with_secrets_masked(rig: Rig) -> None:
     secret = rig.directory / "secret"
     secret.write_text("a cluster secret of thirty bytes", encoding="utf-8")
