@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.errors import CallerError
-from kvtier.types import Epoch, Seq
+from kvtier.types import Epoch, Seq, Trust
 
 Payload_co = TypeVar("Payload_co", covariant=True)
 """What a batch or chunk carries: opaque to the state machines (columns, encoded bytes)."""
@@ -40,11 +40,13 @@ Digest = tuple[TierDigest, ...]
 class Hello:
     """Opens a stream. `seq` is the last batch sealed in `epoch`, 0 before the first.
 
-    May be repeated on an open stream: an index that has lost its memory asks for it.
+    May be repeated on an open stream: an index that has lost its memory asks for it. `trust` is
+    what the publisher thinks of its own knowledge.
     """
 
     epoch: Epoch
     seq: Seq
+    trust: Trust = Trust.EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,13 @@ class Heartbeat:
 
     `seq` is the last batch that has been sent on this stream (so it never runs ahead of the
     batches in front of it); `digest` describes the state after that batch, None while batches
-    wait to be sent.
+    wait to be sent. `trust` is what the publisher thinks of its own knowledge after that batch.
     """
 
     epoch: Epoch
     seq: Seq
     digest: Digest | None = None
+    trust: Trust = Trust.EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ class DegradedReason(StrEnum):
     HIDDEN = "hidden"
     REGRESSED = "regressed"
     """The publisher spoke of fewer batches than it has sent before."""
+    SOURCE = "source"
+    """The publisher itself does not know whether it says all that is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +276,10 @@ class Acceptor(Generic[Payload]):
         if self._is_dead(message.epoch):
             return self._fence(message.epoch)
         if message.epoch != self._epoch:
-            return self._adopt(message, now)
+            outcome = self._adopt(message, now)
+            self._note_trust(message.trust)
+            return outcome
+        self._note_trust(message.trust)
         # The snapshot that was arriving belonged to the connection before this one.
         actions: list[Action[Payload]] = self._drop_assembly()
         self._target = max(self._target, message.seq)
@@ -344,6 +349,7 @@ class Acceptor(Generic[Payload]):
         if message.epoch != self._epoch:
             return self._foreign(message.epoch)
         check_seq(message.seq)
+        self._note_trust(message.trust)
         ack = AckUpTo(message.epoch, Seq(self._applied))
         if self._synced and message.seq < self._applied:
             self._marks.add(DegradedReason.REGRESSED)
@@ -408,7 +414,7 @@ class Acceptor(Generic[Payload]):
     def degrade(self, reason: DegradedReason) -> None:
         """Mark the stream, e.g. BUDGET_EVICTED after an eviction or HIDDEN at lease expiry.
 
-        All marks but HIDDEN end with the next whole snapshot; `restore` ends one early.
+        All marks but HIDDEN and SOURCE end with the next whole snapshot; `restore` ends one early.
         """
         self._marks.add(reason)
 
@@ -445,6 +451,12 @@ class Acceptor(Generic[Payload]):
 
     def _note_reached(self, seq: int) -> None:
         self._target = max(self._target, seq)
+
+    def _note_trust(self, trust: Trust) -> None:
+        if trust is Trust.DEGRADED:
+            self._marks.add(DegradedReason.SOURCE)
+        else:
+            self._marks.discard(DegradedReason.SOURCE)
 
     def _is_next_chunk(self, index: int, expected: int) -> bool:
         return index == expected
@@ -533,7 +545,7 @@ class Acceptor(Generic[Payload]):
         self._synced = True
         self._need = None
         self._snapshot_asked_at = None
-        self._marks &= {DegradedReason.HIDDEN}
+        self._marks &= {DegradedReason.HIDDEN, DegradedReason.SOURCE}
 
     def _hold(self, message: Batch[Payload]) -> None:
         if message.seq in self._held:

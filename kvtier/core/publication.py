@@ -38,7 +38,7 @@ from kvtier.core.event_messages import (
 )
 from kvtier.core.residents import Residents
 from kvtier.errors import CallerError
-from kvtier.types import Epoch, Seq, Tier
+from kvtier.types import Epoch, Seq, Tier, Trust
 
 Message = Hello | Batch[bytes] | Heartbeat | SnapshotChunk[EventBatch]
 """What a publisher sends. Batches are encoded once for all replicas, chunks when they are sent."""
@@ -163,6 +163,8 @@ class Publication:
         self._replicas: dict[str, _Replica] = {}
         self._snapshot_ids = 0
         self._fence: FenceReason | None = None
+        self._exact_from: int | None = 0
+        """From which batch on the owner vouches for what was said; None: it does not."""
         self.stats = PublicationStats()
 
     # ---- reading
@@ -201,7 +203,24 @@ class Publication:
         """When pending changes must be sealed (call `poll` or `flush`); None if there are none."""
         return self._pending_since + self._config.coalesce_s if self._pending else None
 
+    def trust(self, replica: str) -> Trust:
+        """What the owner thinks of its knowledge as far as this replica has been told of it."""
+        is_exact = self._exact_from is not None
+        is_told = is_exact and self._replica(replica).sent_seq >= (self._exact_from or 0)
+        return Trust.EXACT if is_told else Trust.DEGRADED
+
     # ---- changes
+
+    def set_trust(self, trust: Trust) -> None:
+        """Whether the owner knows all that it holds; EXACT until this says otherwise.
+
+        EXACT speaks of the state with all changes before this call, which are sealed.
+        """
+        self.flush()
+        if trust is Trust.DEGRADED:
+            self._exact_from = None
+        elif self._exact_from is None:
+            self._exact_from = self._seq
 
     def store(self, tier: Tier, parent: int, hashes: Hashes, now: float) -> None:
         """Blocks of one chain appeared in a tier, the first under `parent` (0: none or unknown).
@@ -315,7 +334,7 @@ class Publication:
             if cursor.phase is _Phase.GREETING:
                 if cursor.hello_due:
                     cursor.hello_due = False
-                    messages.append(Hello(self._epoch, Seq(self._seq)))
+                    messages.append(self._hello())
                 break
             if cursor.phase is _Phase.RESYNC:
                 self._begin_snapshot(cursor)
@@ -337,9 +356,9 @@ class Publication:
         if self._fence is not None:
             return None
         if cursor.phase is _Phase.GREETING:
-            return Hello(self._epoch, Seq(self._seq))
+            return self._hello()
         digest = self._sealed_digest if cursor.sent_seq == self._seq else None
-        return Heartbeat(self._epoch, Seq(cursor.sent_seq), digest)
+        return Heartbeat(self._epoch, Seq(cursor.sent_seq), digest, self.trust(replica))
 
     def successor(self, epoch: Epoch) -> "Publication":
         """A publication of the same residents in a new epoch; this one is over.
@@ -349,11 +368,17 @@ class Publication:
         if epoch == self._epoch:
             raise CallerError("epoch: a successor needs another epoch")
         heir = Publication(epoch, self._encode, self._config, self._residents)
+        heir._exact_from = None if self._exact_from is None else 0
         self._end(FenceReason.DEAD_EPOCH)
         self._residents = Residents()
         return heir
 
     # ---- parts
+
+    def _hello(self) -> Hello:
+        """Speaks of batch `seq`, which an index waits for before it believes anything."""
+        trust = Trust.DEGRADED if self._exact_from is None else Trust.EXACT
+        return Hello(self._epoch, Seq(self._seq), trust)
 
     def _replica(self, replica: str) -> _Replica:
         try:

@@ -23,7 +23,7 @@ from typing import Final
 from kvtier.core.event_columns import NO_PARENT, EventKind, U64Array
 from kvtier.core.event_messages import FenceReason, Heartbeat, Hello, Reply
 from kvtier.core.publication import Message, Publication, PublicationStats
-from kvtier.types import Epoch, Seq, Tier
+from kvtier.types import Epoch, Seq, Tier, Trust
 
 STEP_BLOCKS: Final = 8192
 """Moved at a time, so that nobody waits long for the lock and heartbeats come in between."""
@@ -55,6 +55,8 @@ class Outbox:
         self.changes = 0
         """Put so far; the first `_moved` of them are in the publication."""
         self._moved = 0
+        self._trust_due: tuple[int, Trust] | None = None
+        """What to say of the state once so many changes are in the publication."""
         self.queue_overflows = 0
         self.engine_waits = 0
 
@@ -72,6 +74,12 @@ class Outbox:
             self._wake()
         if queued > self._queue_blocks_max:
             self._help(queued, len(hashes))
+
+    def put_trust(self, trust: Trust) -> None:
+        """Say this of the state with all changes put before; see `Publication.set_trust`."""
+        with self._entry:
+            self._trust_due = (self.changes, trust)
+        self._wake()
 
     def _help(self, queued: int, brought: int) -> None:
         if not self._lock.acquire(blocking=False):
@@ -115,6 +123,12 @@ class Outbox:
         """Make a batch of what has been moved; returns the last batch's number."""
         with self._lock:
             self._publication.flush()
+            with self._entry:
+                due = self._trust_due
+                is_due = due is not None and self._moved >= due[0]
+                self._trust_due = None if is_due else due
+            if due is not None and is_due:
+                self._publication.set_trust(due[1])
             return self._publication.seq
 
     def attach(self, target: str) -> Epoch:
@@ -130,6 +144,10 @@ class Outbox:
     def heartbeat(self, target: str) -> Heartbeat | Hello | None:
         with self._lock:
             return self._publication.heartbeat(target)
+
+    def trust(self, target: str) -> Trust:
+        with self._lock:
+            return self._publication.trust(target)
 
     def receive(self, target: str, reply: Reply) -> None:
         with self._lock:

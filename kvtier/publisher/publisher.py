@@ -29,7 +29,7 @@ from kvtier.publisher.stats import PublisherStats
 from kvtier.publisher.stream import LOG, PublishStream
 from kvtier.sections import DialConfig
 from kvtier.security import Dialer
-from kvtier.types import Epoch, Seq, Tier
+from kvtier.types import Epoch, Seq, Tier, Trust
 from kvtier.wire.loop_thread import LoopThread, end, spawn
 
 _NOTHING = np.empty(0, np.uint64)
@@ -117,6 +117,13 @@ class Publisher:
     def set_load(self, load: Load) -> None:
         """What the worker is doing; replaces what was said before. The last one counts."""
         self.load = load
+
+    def set_trust(self, trust: Trust) -> None:
+        """Whether the engine knows all that it holds; EXACT until this says otherwise.
+
+        DEGRADED shows at every index at once; EXACT once it has been told all changes before this.
+        """
+        self._outbox.put_trust(trust)
 
     # ---- the owner
 

@@ -40,7 +40,7 @@ def request(message: Message, info: HolderInfo, load: Load | None) -> bytes:
         case Batch():
             return message.payload
         case Hello():
-            hello = convert.hello_to(info, message.epoch, message.seq)
+            hello = convert.hello_to(info, message.epoch, message.seq, message.trust)
             return pb.PublishRequest(hello=hello).SerializeToString()
         case Heartbeat():
             return pb.PublishRequest(heartbeat=_heartbeat(message, load)).SerializeToString()
@@ -61,7 +61,8 @@ def _heartbeat(message: Heartbeat, load: Load | None) -> pb.Heartbeat:
         for tier, digest in enumerate(message.digest or ())
     ]
     said = holders.load_to(load) if load is not None else None
-    return pb.Heartbeat(seq=message.seq, load=said, digests=digests)
+    trust = convert.trust_to(message.trust)
+    return pb.Heartbeat(seq=message.seq, load=said, digests=digests, trust=trust)
 
 
 def goodbye(reason: str) -> bytes:

@@ -6,7 +6,7 @@ What must not live here: what is sent (`Publication`), the engine's side (`outbo
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import grpc
@@ -30,7 +30,7 @@ from kvtier.publisher.outbox import Outbox
 from kvtier.publisher.stats import StreamState, StreamStats
 from kvtier.security import Dialer
 from kvtier.telemetry.logs import EventLog
-from kvtier.types import Epoch, Seq
+from kvtier.types import Epoch, Seq, Trust
 from kvtier.wire import messages as pb
 from kvtier.wire import rpc
 from kvtier.wire.loop_thread import raise_if_cancelled
@@ -275,7 +275,7 @@ class PublishStream:
 
     async def _requests(self) -> AsyncIterator[bytes]:
         """Everything for this stream, in order, as fast as the index takes it."""
-        rhythm = _Rhythm(self._config, self._clock())
+        rhythm = _Rhythm(self._config, self._clock(), self._outbox.trust(self.target))
         while self._is_open:
             self._wake.clear()
             messages = self._outbox.poll(self.target, _POLL_MESSAGES_MAX)
@@ -285,7 +285,8 @@ class PublishStream:
                 if isinstance(message, SnapshotChunk):
                     self._owes_snapshot, self._is_snapshot_sent = True, message.last
             load = self._owner.load
-            if rhythm.is_due(self._clock(), load, self._beat_s):
+            is_news = self._outbox.trust(self.target) is not rhythm.trust
+            if is_news or rhythm.is_due(self._clock(), load, self._beat_s):
                 beat = self._outbox.heartbeat(self.target)
                 if beat is not None:
                     self._counts.heartbeats_sent += 1
@@ -308,7 +309,9 @@ class PublishStream:
 class _Rhythm:
     """When the next heartbeat of one stream is due, and what it carries."""
 
-    def __init__(self, config: PublisherConfig, now: float) -> None:
+    def __init__(self, config: PublisherConfig, now: float, trust: Trust) -> None:
+        self.trust = trust
+        """What was said last."""
         self._config = config
         self._sent_at = now
         self._digest_at = float("-inf")
@@ -328,9 +331,10 @@ class _Rhythm:
         """Note that `beat` goes out now; without its digest where that was sent lately."""
         self._sent_at = now
         self._load = load
+        self.trust = beat.trust
         if isinstance(beat, Hello) or beat.digest is None:
             return beat
         if now - self._digest_at < self._config.digest_interval_s:
-            return Heartbeat(beat.epoch, beat.seq)
+            return replace(beat, digest=None)
         self._digest_at = now
         return beat

@@ -193,7 +193,7 @@ def _capacity_from(message: pb.TierCapacity) -> TierCapacity:
     return TierCapacity(Tier(message.tier), message.blocks, message.bytes)
 
 
-def hello_to(info: HolderInfo, epoch: int, seq: int) -> pb.Hello:
+def hello_to(info: HolderInfo, epoch: int, seq: int, trust: Trust = Trust.EXACT) -> pb.Hello:
     return pb.Hello(
         epoch=epoch,
         seq=seq,
@@ -218,6 +218,7 @@ def hello_to(info: HolderInfo, epoch: int, seq: int) -> pb.Hello:
         ],
         block_bytes=info.block_bytes,
         protocol_version_max=PROTOCOL_VERSION,
+        trust=trust_to(trust),
     )
 
 
@@ -236,6 +237,11 @@ def trust_to(trust: Trust) -> pb.Trust.ValueType:
 
 def trust_from(message: int) -> Trust:
     return Trust.EXACT if message == pb.TRUST_EXACT else Trust.DEGRADED
+
+
+def said_trust_from(message: int) -> Trust:
+    """What a publisher says of itself; one that says nothing knows no doubt."""
+    return Trust.DEGRADED if message == pb.TRUST_DEGRADED else Trust.EXACT
 
 
 def query_hashes(message: pb.MatchQuery) -> npt.NDArray[np.uint64]:

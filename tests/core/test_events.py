@@ -584,3 +584,17 @@ def speak(
             return acceptor.forget()
         case _:
             return acceptor.resync(now)
+
+
+def test_what_a_publisher_doubts_stands_until_it_says_otherwise() -> None:
+    acceptor = Acceptor[str]()
+    acceptor.hello(Hello(A, Seq(0), Trust.DEGRADED), NOW)
+    acceptor.snapshot_chunk(chunk(mark(0), 0, last=True), NOW)
+    assert acceptor.degraded_reasons() == {DegradedReason.SOURCE}
+    outcome = acceptor.heartbeat(Heartbeat(A, Seq(0), None, Trust.DEGRADED), None, NOW)
+    assert outcome.verdict is Verdict.OK
+    assert acceptor.degraded_reasons() == {DegradedReason.SOURCE}
+    acceptor.heartbeat(Heartbeat(A, Seq(0)), None, NOW)
+    assert acceptor.degraded_reasons() == frozenset()
+    acceptor.hello(Hello(A, Seq(0), Trust.DEGRADED), NOW)
+    assert acceptor.degraded_reasons() == {DegradedReason.SOURCE}

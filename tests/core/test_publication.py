@@ -26,7 +26,7 @@ from kvtier.core.event_messages import (
 )
 from kvtier.core.publication import Message, Publication, PublicationConfig
 from kvtier.errors import CallerError
-from kvtier.types import Epoch, Seq, Tier
+from kvtier.types import Epoch, Seq, Tier, Trust
 from tests.sim.event_world import Blocks, digest_of, replay, take
 
 E, F = Epoch(0xE), Epoch(0xF)
@@ -501,3 +501,31 @@ def test_copies_of_a_block_stop_at_their_ceiling() -> None:
     assert pub.copies_count == limits.COPIES_COUNT_MAX
     pub.remove(GPU, names[: limits.COPIES_COUNT_MAX], NOW)
     assert pub.copies_count == 0
+
+
+def test_a_doubt_is_said_at_once_and_taken_back_only_behind_what_was_stored_before() -> None:
+    pub = live(PublicationConfig(window_batches_max=1))
+    beat = pub.heartbeat("r")
+    assert beat is not None
+    assert beat.trust is Trust.EXACT
+    pub.set_trust(Trust.DEGRADED)
+    assert pub.heartbeat("r") == Heartbeat(E, Seq(0), pub.digest(), Trust.DEGRADED)
+    seal(pub, 1)
+    pub.store(GPU, 0, [2], NOW)
+    pub.set_trust(Trust.EXACT)
+    assert pub.seq == 2
+    assert seqs(pub.poll("r", NOW)) == [1]  # the window has no room for the second
+    assert pub.heartbeat("r") == Heartbeat(E, Seq(1), None, Trust.DEGRADED)
+    pub.receive("r", AckUpTo(E, Seq(1)))
+    assert seqs(pub.poll("r", NOW)) == [2]
+    assert pub.heartbeat("r") == Heartbeat(E, Seq(2), pub.digest(), Trust.EXACT)
+
+
+def test_a_doubt_is_part_of_the_greeting_and_of_the_next_epoch() -> None:
+    pub = publication()
+    pub.set_trust(Trust.DEGRADED)
+    pub.attach("r")
+    assert pub.poll("r", NOW) == [Hello(E, Seq(0), Trust.DEGRADED)]
+    heir = pub.successor(F)
+    heir.attach("r")
+    assert heir.poll("r", NOW) == [Hello(F, Seq(0), Trust.DEGRADED)]

@@ -16,7 +16,7 @@ _sym_db = _symbol_database.Default()
 from kvtier.wire._pb import identity_pb2 as kvtier_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/events.proto\x12\tkvtier.v1\x1a\x18kvtier/v1/identity.proto\"d\n\x05\x42\x61tch\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05kinds\x18\x02 \x01(\x0c\x12\r\n\x05tiers\x18\x03 \x01(\x0c\x12\x0f\n\x07lengths\x18\x04 \x01(\x0c\x12\x0f\n\x07parents\x18\x05 \x01(\x0c\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\"2\n\x06\x44igest\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x06\"\xba\x01\n\x04Load\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x16\n\x0erunning_tokens\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\x07 \x01(\x01\"[\n\tHeartbeat\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.kvtier.v1.Load\x12\"\n\x07\x64igests\x18\x03 \x03(\x0b\x32\x11.kvtier.v1.Digest\"3\n\x0cSnapshotMark\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x61t_seq\x18\x02 \x01(\x04\"u\n\rSnapshotChunk\x12%\n\x04mark\x18\x01 \x01(\x0b\x32\x17.kvtier.v1.SnapshotMark\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x1f\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x10.kvtier.v1.Batch\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xe1\x01\n\x0ePublishRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12!\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.BatchH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12,\n\x08snapshot\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.SnapshotChunkH\x00\x12%\n\x07goodbye\x18\x05 \x01(\x0b\x32\x12.kvtier.v1.GoodbyeH\x00\x42\t\n\x07message\"\x91\x01\n\x07Welcome\x12\x18\n\x10resume_after_seq\x18\x01 \x01(\x04\x12\x15\n\rneed_snapshot\x18\x02 \x01(\x08\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x04 \x01(\r\x12\x13\n\x0bindex_epoch\x18\x05 \x01(\x06\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\"\x12\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"!\n\rResendRequest\x12\x10\n\x08\x66rom_seq\x18\x01 \x01(\x04\" \n\x0eSnapshotNeeded\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x18\n\x06\x46\x65nced\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\r\n\x0bHelloNeeded\"\xc0\x02\n\x0fPublishResponse\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12\x1d\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0e.kvtier.v1.AckH\x00\x12*\n\x06resend\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.ResendRequestH\x00\x12\x34\n\x0fsnapshot_needed\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.SnapshotNeededH\x00\x12#\n\x06\x66\x65nced\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.FencedH\x00\x12%\n\x07refused\x18\x06 \x01(\x0b\x32\x12.kvtier.v1.RefusedH\x00\x12.\n\x0chello_needed\x18\x07 \x01(\x0b\x32\x16.kvtier.v1.HelloNeededH\x00\x42\t\n\x07messageb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/events.proto\x12\tkvtier.v1\x1a\x18kvtier/v1/identity.proto\"d\n\x05\x42\x61tch\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\r\n\x05kinds\x18\x02 \x01(\x0c\x12\r\n\x05tiers\x18\x03 \x01(\x0c\x12\x0f\n\x07lengths\x18\x04 \x01(\x0c\x12\x0f\n\x07parents\x18\x05 \x01(\x0c\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\"2\n\x06\x44igest\x12\x0c\n\x04tier\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0b\n\x03xor\x18\x03 \x01(\x06\"\xba\x01\n\x04Load\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x03 \x01(\x04\x12\x16\n\x0erunning_tokens\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\x04\x12\x1c\n\x14prefill_tokens_per_s\x18\x07 \x01(\x01\"|\n\tHeartbeat\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x1d\n\x04load\x18\x02 \x01(\x0b\x32\x0f.kvtier.v1.Load\x12\"\n\x07\x64igests\x18\x03 \x03(\x0b\x32\x11.kvtier.v1.Digest\x12\x1f\n\x05trust\x18\x04 \x01(\x0e\x32\x10.kvtier.v1.Trust\"3\n\x0cSnapshotMark\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\x04\x12\x0e\n\x06\x61t_seq\x18\x02 \x01(\x04\"u\n\rSnapshotChunk\x12%\n\x04mark\x18\x01 \x01(\x0b\x32\x17.kvtier.v1.SnapshotMark\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12\x1f\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32\x10.kvtier.v1.Batch\"\x19\n\x07Goodbye\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\xe1\x01\n\x0ePublishRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x10.kvtier.v1.HelloH\x00\x12!\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x10.kvtier.v1.BatchH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.kvtier.v1.HeartbeatH\x00\x12,\n\x08snapshot\x18\x04 \x01(\x0b\x32\x18.kvtier.v1.SnapshotChunkH\x00\x12%\n\x07goodbye\x18\x05 \x01(\x0b\x32\x12.kvtier.v1.GoodbyeH\x00\x42\t\n\x07message\"\x91\x01\n\x07Welcome\x12\x18\n\x10resume_after_seq\x18\x01 \x01(\x04\x12\x15\n\rneed_snapshot\x18\x02 \x01(\x08\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\x14\n\x0cheartbeat_ms\x18\x04 \x01(\r\x12\x13\n\x0bindex_epoch\x18\x05 \x01(\x06\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\"\x12\n\x03\x41\x63k\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"!\n\rResendRequest\x12\x10\n\x08\x66rom_seq\x18\x01 \x01(\x04\" \n\x0eSnapshotNeeded\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x18\n\x06\x46\x65nced\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\x07Refused\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\r\n\x0bHelloNeeded\"\xc0\x02\n\x0fPublishResponse\x12%\n\x07welcome\x18\x01 \x01(\x0b\x32\x12.kvtier.v1.WelcomeH\x00\x12\x1d\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x0e.kvtier.v1.AckH\x00\x12*\n\x06resend\x18\x03 \x01(\x0b\x32\x18.kvtier.v1.ResendRequestH\x00\x12\x34\n\x0fsnapshot_needed\x18\x04 \x01(\x0b\x32\x19.kvtier.v1.SnapshotNeededH\x00\x12#\n\x06\x66\x65nced\x18\x05 \x01(\x0b\x32\x11.kvtier.v1.FencedH\x00\x12%\n\x07refused\x18\x06 \x01(\x0b\x32\x12.kvtier.v1.RefusedH\x00\x12.\n\x0chello_needed\x18\x07 \x01(\x0b\x32\x16.kvtier.v1.HelloNeededH\x00\x42\t\n\x07messageb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -30,29 +30,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOAD']._serialized_start=218
   _globals['_LOAD']._serialized_end=404
   _globals['_HEARTBEAT']._serialized_start=406
-  _globals['_HEARTBEAT']._serialized_end=497
-  _globals['_SNAPSHOTMARK']._serialized_start=499
-  _globals['_SNAPSHOTMARK']._serialized_end=550
-  _globals['_SNAPSHOTCHUNK']._serialized_start=552
-  _globals['_SNAPSHOTCHUNK']._serialized_end=669
-  _globals['_GOODBYE']._serialized_start=671
-  _globals['_GOODBYE']._serialized_end=696
-  _globals['_PUBLISHREQUEST']._serialized_start=699
-  _globals['_PUBLISHREQUEST']._serialized_end=924
-  _globals['_WELCOME']._serialized_start=927
-  _globals['_WELCOME']._serialized_end=1072
-  _globals['_ACK']._serialized_start=1074
-  _globals['_ACK']._serialized_end=1092
-  _globals['_RESENDREQUEST']._serialized_start=1094
-  _globals['_RESENDREQUEST']._serialized_end=1127
-  _globals['_SNAPSHOTNEEDED']._serialized_start=1129
-  _globals['_SNAPSHOTNEEDED']._serialized_end=1161
-  _globals['_FENCED']._serialized_start=1163
-  _globals['_FENCED']._serialized_end=1187
-  _globals['_REFUSED']._serialized_start=1189
-  _globals['_REFUSED']._serialized_end=1214
-  _globals['_HELLONEEDED']._serialized_start=1216
-  _globals['_HELLONEEDED']._serialized_end=1229
-  _globals['_PUBLISHRESPONSE']._serialized_start=1232
-  _globals['_PUBLISHRESPONSE']._serialized_end=1552
+  _globals['_HEARTBEAT']._serialized_end=530
+  _globals['_SNAPSHOTMARK']._serialized_start=532
+  _globals['_SNAPSHOTMARK']._serialized_end=583
+  _globals['_SNAPSHOTCHUNK']._serialized_start=585
+  _globals['_SNAPSHOTCHUNK']._serialized_end=702
+  _globals['_GOODBYE']._serialized_start=704
+  _globals['_GOODBYE']._serialized_end=729
+  _globals['_PUBLISHREQUEST']._serialized_start=732
+  _globals['_PUBLISHREQUEST']._serialized_end=957
+  _globals['_WELCOME']._serialized_start=960
+  _globals['_WELCOME']._serialized_end=1105
+  _globals['_ACK']._serialized_start=1107
+  _globals['_ACK']._serialized_end=1125
+  _globals['_RESENDREQUEST']._serialized_start=1127
+  _globals['_RESENDREQUEST']._serialized_end=1160
+  _globals['_SNAPSHOTNEEDED']._serialized_start=1162
+  _globals['_SNAPSHOTNEEDED']._serialized_end=1194
+  _globals['_FENCED']._serialized_start=1196
+  _globals['_FENCED']._serialized_end=1220
+  _globals['_REFUSED']._serialized_start=1222
+  _globals['_REFUSED']._serialized_end=1247
+  _globals['_HELLONEEDED']._serialized_start=1249
+  _globals['_HELLONEEDED']._serialized_end=1262
+  _globals['_PUBLISHRESPONSE']._serialized_start=1265
+  _globals['_PUBLISHRESPONSE']._serialized_end=1585
 # @@protoc_insertion_point(module_scope)

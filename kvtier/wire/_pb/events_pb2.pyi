@@ -138,7 +138,12 @@ class Heartbeat(_message.Message):
     SEQ_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    trust: _identity_pb2.Trust.ValueType
+    """Degraded: the publisher itself does not know whether this is all that it holds, for example a
+    bridge that lost events of its engine. Holds until a heartbeat or Hello says otherwise.
+    """
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -151,10 +156,11 @@ class Heartbeat(_message.Message):
         seq: _builtins.int = ...,
         load: Global___Load | None = ...,
         digests: _abc.Iterable[Global___Digest] | None = ...,
+        trust: _identity_pb2.Trust.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "load", b"load", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "load", b"load", "seq", b"seq", "trust", b"trust"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

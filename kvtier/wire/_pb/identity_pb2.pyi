@@ -254,6 +254,7 @@ class Hello(_message.Message):
     CAPACITIES_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_MAX_FIELD_NUMBER: _builtins.int
+    TRUST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     seq: _builtins.int
     """The last batch number that this publisher has given out; 0 before the first."""
@@ -272,6 +273,8 @@ class Hello(_message.Message):
     """Bytes of one block of this shard; 0 where unknown."""
     protocol_version_max: _builtins.int
     """Highest protocol version the publisher speaks; the index answers with the one to use."""
+    trust: Global___Trust.ValueType
+    """As in Heartbeat."""
     @_builtins.property
     def addresses(self) -> Global___Addresses: ...
     @_builtins.property
@@ -301,10 +304,11 @@ class Hello(_message.Message):
         capacities: _abc.Iterable[Global___TierCapacity] | None = ...,
         block_bytes: _builtins.int = ...,
         protocol_version_max: _builtins.int = ...,
+        trust: Global___Trust.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "card", b"card", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "block_bytes", b"block_bytes", "capacities", b"capacities", "card", b"card", "dp_rank", b"dp_rank", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "instance", b"instance", "kind", b"kind", "namespace_fingerprint", b"namespace_fingerprint", "node", b"node", "protocol_version_max", b"protocol_version_max", "role", b"role", "seq", b"seq", "shard", b"shard", "store", b"store", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "block_bytes", b"block_bytes", "capacities", b"capacities", "card", b"card", "dp_rank", b"dp_rank", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "instance", b"instance", "kind", b"kind", "namespace_fingerprint", b"namespace_fingerprint", "node", b"node", "protocol_version_max", b"protocol_version_max", "role", b"role", "seq", b"seq", "shard", b"shard", "store", b"store", "trust", b"trust", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,7 +340,8 @@ class PublishStream:
     def _heartbeat(self, stream: Stream, beat: pb.Heartbeat, now: float) -> Outcome[PackedBatch]:
         digest = tuple(TierDigest(one.count, one.xor) for one in beat.digests) or None
         load = holders.load_from(beat.load) if beat.HasField("load") else Load()
-        message = Heartbeat(self._epoch, Seq(beat.seq), digest)
+        trust = convert.said_trust_from(beat.trust)
+        message = Heartbeat(self._epoch, Seq(beat.seq), digest, trust)
         return self._state.heartbeat(stream, message, load, now)
 
     def _hello(self, hello: pb.Hello, now: float) -> Outcome[PackedBatch] | None:
@@ -351,7 +352,8 @@ class PublishStream:
             self._owes_welcome = True
             self._hello_asked = False
             self._ack_seq = 0
-            message = Hello(self._epoch, Seq(hello.seq))
+            trust = convert.said_trust_from(hello.trust)
+            message = Hello(self._epoch, Seq(hello.seq), trust)
             self._stream, outcome = self._state.hello(info, message, self, now)
         except IdentityError as error:
             self._say(pb.PublishResponse(refused=pb.Refused(reason=str(error))))
