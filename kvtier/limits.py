@@ -189,6 +189,10 @@ STORE_DIGESTS_MAX: Final = 1 << 20
 """Blocks named by engine digests whose prefix hashes are remembered."""
 
 # Worker: requests and the OpenAI endpoint
+HTTP_CONNECTIONS_MAX: Final = 1 << 16
+"""Connections of one endpoint."""
+HTTP_HEAD_MS_MAX: Final = 60_000
+"""How long a connection may take to say what it wants."""
 LOGPROBS_COUNT_MAX: Final = 20
 """Likeliest tokens listed beside each generated one."""
 STOP_TOKENS_COUNT_MAX: Final = 1024

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Final
 
-from aiohttp import web
-
 from kvtier.errors import ConfigError
 from kvtier.sections import ListenConfig, TlsConfig, parse_address
 from kvtier.security.endpoints import check_listen
 from kvtier.security.tls import watch
+from kvtier_services.worker.http.app import EndpointRunner
 
 _LOOK_S: Final = 10.0
+_BACKLOG: Final = 1024
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def bound(listen: ListenConfig) -> Iterator[socket.socket]:
 
 @contextlib.asynccontextmanager
 async def served(
-    runner: web.AppRunner, made: socket.socket, tls: TlsConfig | None
+    runner: EndpointRunner, made: socket.socket, tls: TlsConfig | None
 ) -> AsyncIterator[None]:
     """Serve on a bound socket while entered. ConfigError for unusable certificate files."""
     async with contextlib.AsyncExitStack() as stack:
@@ -59,7 +59,15 @@ async def served(
             stack.push_async_callback(_cancelled, following)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.SockSite(runner, made, ssl_context=context, backlog=1024).start()
+        assert runner.server is not None
+        server = await asyncio.get_running_loop().create_server(
+            runner.server,
+            sock=made,
+            ssl=context,
+            backlog=_BACKLOG,
+            ssl_handshake_timeout=None if context is None else runner.head_s,
+        )
+        stack.callback(server.close)
         yield
 
 

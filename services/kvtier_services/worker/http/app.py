@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from aiohttp import hdrs, web
 
@@ -22,6 +22,7 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvtier_services.worker.http.access import Admit, admit_anyone, bearer
 from kvtier_services.worker.http.answers import Answerer, Answering, BrokenStreamError, choices_text
+from kvtier_services.worker.http.connections import Gate
 from kvtier_services.worker.http.errors import (
     BodyTimeoutError,
     MediaTypeError,
@@ -51,6 +52,7 @@ _INLINE_BYTES_MAX: Final = 8 << 10
 """Shorter bodies are prepared on the event loop: a thread would take longer than they do."""
 _OPEN_PATHS: Final = frozenset({"/live", "/health"})
 _log = EventLog(__name__)
+_GATE: Final = web.AppKey("gate", Gate)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -82,6 +84,7 @@ def create_app(
     app = web.Application(
         middlewares=[endpoint.edge], client_max_size=endpoint.settings.body_bytes_max
     )
+    app[_GATE] = endpoint.gate
     app.router.add_post("/v1/completions", endpoint.completions)
     app.router.add_post("/v1/chat/completions", endpoint.chat)
     app.router.add_get("/v1/models", endpoint.models)
@@ -92,14 +95,30 @@ def create_app(
     return app
 
 
-def create_runner(app: web.Application, drain_s: float = 30.0) -> web.AppRunner:
+class EndpointRunner(web.AppRunner):
+    """Runner whose connections pass the application's gate, wherever it is served."""
+
+    @property
+    def server(self) -> web.Server | None:
+        """What sites make protocols with."""
+        if self._server is None:
+            return None
+        return cast(web.Server, self.app[_GATE].factory(self._server))
+
+    @property
+    def head_s(self) -> float:
+        """How long a connection may take to say what it wants."""
+        return self.app[_GATE].head_s
+
+
+def create_runner(app: web.Application, drain_s: float = 30.0) -> EndpointRunner:
     """Return the runner of an application of `create_app`.
 
     A handler is cancelled when its client goes, which is what gives up its generation at once;
     bodies are never unpacked, so that none grows while it is read. `cleanup` lets answers that are
     under way go on for `drain_s` seconds, then cancels them.
     """
-    return web.AppRunner(
+    return EndpointRunner(
         app,
         handle_signals=False,
         access_log=None,
@@ -122,6 +141,7 @@ class _Endpoint:
         self._wall = around.wall
         page = around.metrics if around.metrics is not None else Metrics(TABLE)
         self._metrics = EndpointMetrics(page)
+        self.gate = Gate(settings, self._metrics)
         self._answerer = Answerer(engine, settings, self._metrics)
         self._gate = HealthGate(engine, settings)
         self._limits = Limits(engine.card, engine.context_tokens, engine.vocab_size)
@@ -137,6 +157,7 @@ class _Endpoint:
         """Admit, count, and make an OpenAI error of everything that is raised."""
         request_id = _request_id(request, secrets.token_hex(12))
         outcome = "disconnected"
+        self.gate.began(request)
         try:
             with self._running(request):
                 response = await handler(request)
@@ -154,6 +175,7 @@ class _Endpoint:
             _log.exception("a request failed", error, request_id=request_id)
             response, outcome = error_response(KvtierError()), "failed"
         finally:
+            self.gate.ended(request)
             self._metrics.requests.at(_call(request), outcome).inc()
         if not response.prepared:
             response.headers.setdefault(REQUEST_ID_HEADER, request_id)

@@ -31,6 +31,12 @@ class MediaTypeError(CallerError):
     http_status = 415
 
 
+class HeadTimeoutError(CallerError):
+    """The head of a request did not arrive in time."""
+
+    http_status = 408
+
+
 class BodyTimeoutError(CallerError):
     """The body did not arrive in time."""
 

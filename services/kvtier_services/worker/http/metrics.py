@@ -41,8 +41,17 @@ COMPLETION_TOKENS: Final = MetricDef(
     MetricKind.COUNTER, "kvtier_endpoint_completion_tokens_total",
     "Generated tokens of complete answers.",
 )  # fmt: skip
+CONNECTIONS: Final = MetricDef(
+    MetricKind.GAUGE, "kvtier_endpoint_connections", "HTTP connections now."
+)
+CONNECTIONS_REFUSED: Final = MetricDef(
+    MetricKind.COUNTER, "kvtier_endpoint_connections_refused_total",
+    "HTTP connections that were closed unasked, by why.",
+    (Label("reason", ("too_many", "head_late")),),
+)  # fmt: skip
 TABLE: Final = (
     REQUESTS, RUNNING, FIRST_TOKEN, DURATION, PROMPT_TOKENS, CACHED_TOKENS, COMPLETION_TOKENS,
+    CONNECTIONS, CONNECTIONS_REFUSED,
 )  # fmt: skip
 
 
@@ -59,3 +68,5 @@ class EndpointMetrics:
         cached = metrics.counter(CACHED_TOKENS)
         self.cached_tokens = {tier: cached.at(tier) for tier in TIERS}
         self.completion_tokens = metrics.counter(COMPLETION_TOKENS).at()
+        self.connections = metrics.gauge(CONNECTIONS).at()
+        self.connections_refused = metrics.counter(CONNECTIONS_REFUSED)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
-from kvtier.limits import REQUEST_BYTES_MAX
+from kvtier.limits import HTTP_CONNECTIONS_MAX, HTTP_HEAD_MS_MAX, REQUEST_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,11 @@ class EndpointSettings:
     """Of one request."""
     bodies_bytes_max: int = 256 << 20
     """Of all requests that are being read or prepared."""
+    connections_max: int = 2048
+    """At once; what comes beyond is answered 429 and closed."""
+    head_ms_max: int = 10_000
+    """For a TLS handshake, and again to send the head of a request: from the start of a connection,
+    later from a head's first byte."""
     body_ms_max: int = 30_000
     """To send a body."""
     requests_max: int = 1024
@@ -32,6 +37,10 @@ class EndpointSettings:
             raise ConfigError(f"body_bytes_max must be 1 to {REQUEST_BYTES_MAX}")
         if self.bodies_bytes_max < self.body_bytes_max:
             raise ConfigError("bodies_bytes_max is less than body_bytes_max")
+        if not 1 <= self.connections_max <= HTTP_CONNECTIONS_MAX:
+            raise ConfigError(f"connections_max must be 1 to {HTTP_CONNECTIONS_MAX}")
+        if not 1 <= self.head_ms_max <= HTTP_HEAD_MS_MAX:
+            raise ConfigError(f"head_ms_max must be 1 to {HTTP_HEAD_MS_MAX}")
         numbers = (
             self.body_ms_max, self.requests_max, self.generation_ms_max, self.write_ms_max,
             self.check_ms_max,
