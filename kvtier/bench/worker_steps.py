@@ -111,7 +111,7 @@ class EvenPace(Pace):
     20 makes a fifth more steps: a difference with which the cache has nothing to do.
     """
 
-    def prefill_tokens_max(self, now: float) -> int:
+    def prefill_tokens_max(self, context_tokens: int, now: float) -> int:
         return EVEN_PREFILL_TOKENS
 
 

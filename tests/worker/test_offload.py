@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from kvtier.core.eviction import RetentionPlan, TokenRange
 from kvtier.core.planner import WritePolicy
 from kvtier.types import Source
 from kvtier_services.worker.l2.port import Load, Lookup, RunOutcome, Save
@@ -204,6 +205,41 @@ def test_a_block_that_is_being_written_is_not_evicted() -> None:
     rig.settle()
     told = Rig(below=tier).generate(PROMPT, 1)
     assert told.tokens == OFF.tokens(PROMPT, 1)
+
+
+def test_what_waits_for_company_is_written_before_it_is_evicted() -> None:
+    tier = TierBelow()
+    rig = Rig(terms=RigTerms(blocks=48), below=tier)
+    for n in range(12):
+        number = rig.submit([n] * 33, 1)
+        while rig.told[number].finish is None:
+            rig.step(0.0)  # so little time passes that only eviction makes haste
+    rig.settle()
+    assert rig.core.offload is not None
+    counts = rig.core.offload.saves.counts
+    assert (counts.saved, counts.missed) == (96, 0)
+    assert orders(tier, Save) < 48
+
+
+def test_a_retention_hint_goes_down_with_the_blocks() -> None:
+    plan = RetentionPlan((TokenRange(0, 8, 90), TokenRange(8, 16, 10)), decode_priority=70)
+    for policy in WritePolicy:
+        tier = TierBelow()
+        rig = Rig(terms=RigTerms(write_policy=policy), below=tier)
+        for _ in range(2):
+            rig.generate(PROMPT, 10, retention=plan)
+        rig.settle()
+        if policy is WritePolicy.ON_EVICT:
+            for n in range(10):
+                rig.generate([n] * 33, 1)
+                rig.settle()
+        saves = [order for order in tier.orders if isinstance(order, Save)]
+        priority = {name: order.priority for order in saves for name in order.names}
+        request = rig.core.request(rig.submit(PROMPT, 1))
+        names = request.chain.names(0, 8, rig.namespace)
+        assert [priority[name] for name in names] == [90, 90, 10, 10, 35, 35, 35, 35], policy
+        if policy is WritePolicy.ON_SEAL:
+            assert 70 in priority.values()
 
 
 def test_a_preempted_request_comes_back_from_below() -> None:

@@ -7,7 +7,7 @@ from kvtier.ports import NO_SCOPE
 from kvtier.types import ScopeId, Source
 from kvtier_services.worker.l2.advisor import Advisor, PrefixFound
 from kvtier_services.worker.l2.port import RunOutcome
-from kvtier_services.worker.l2.saving import SaveBook, SaveEnd, SaveItem, SaveLimits
+from kvtier_services.worker.l2.saving import Haste, SaveBook, SaveEnd, SaveItem, SaveLimits
 from kvtier_services.worker.pace import Pace, PacePolicy, StepRecord
 
 MIB = 1 << 20
@@ -22,19 +22,19 @@ def keys(taken: list[SaveItem]) -> list[int]:
 
 
 def test_blocks_are_written_head_first_and_each_once() -> None:
-    book = SaveBook(SaveLimits(in_flight_blocks_max=10))
-    book.offer(items(1, 2, 3))
-    book.offer(items(2, 3, 4))
+    book = SaveBook(SaveLimits(gather_blocks=1, in_flight_blocks_max=10))
+    book.offer(items(1, 2, 3), 0.0)
+    book.offer(items(2, 3, 4), 0.0)
     assert keys(book.take(0.0)) == [1, 2, 3, 4]
     assert book.take(0.0) == []
-    book.offer(items(1))
+    book.offer(items(1), 0.0)
     assert book.take(0.0) == []
 
 
 def test_an_order_is_of_one_scope_and_fits_what_may_be_in_flight() -> None:
-    book = SaveBook(SaveLimits(in_flight_blocks_max=3))
-    book.offer(items(1, 2, scope=ScopeId("a")))
-    book.offer(items(3, 4, scope=ScopeId("b")))
+    book = SaveBook(SaveLimits(in_flight_blocks_max=3, gather_blocks=1))
+    book.offer(items(1, 2, scope=ScopeId("a")), 0.0)
+    book.offer(items(3, 4, scope=ScopeId("b")), 0.0)
     assert keys(book.take(0.0)) == [1, 2]
     assert keys(book.take(0.0)) == [3]
     assert book.take(0.0) == []
@@ -44,18 +44,18 @@ def test_an_order_is_of_one_scope_and_fits_what_may_be_in_flight() -> None:
 
 
 def test_known_blocks_are_not_written_until_they_are_doubted() -> None:
-    book = SaveBook(SaveLimits(in_flight_blocks_max=10))
+    book = SaveBook(SaveLimits(gather_blocks=1, in_flight_blocks_max=10))
     book.know([item.key for item in items(1)])
-    book.offer(items(1, 2))
+    book.offer(items(1, 2), 0.0)
     assert keys(book.take(0.0)) == [2]
     book.doubt([item.key for item in items(1)])
-    book.offer(items(1))
+    book.offer(items(1), 0.0)
     assert keys(book.take(0.0)) == [1]
 
 
 def test_failures_wait_longer_and_longer_and_refusals_are_final() -> None:
-    book = SaveBook(SaveLimits(in_flight_blocks_max=10))
-    book.offer(items(1, 2))
+    book = SaveBook(SaveLimits(gather_blocks=1, in_flight_blocks_max=10))
+    book.offer(items(1, 2), 0.0)
     now, waits = 0.0, []
     for _ in range(8):
         taken = book.take(now)
@@ -73,10 +73,36 @@ def test_failures_wait_longer_and_longer_and_refusals_are_final() -> None:
 
 
 def test_the_backlog_is_bounded_and_what_falls_out_is_counted() -> None:
-    book = SaveBook(SaveLimits(in_flight_blocks_max=10, backlog_blocks_max=2))
-    book.offer(items(1, 2, 3))
+    book = SaveBook(SaveLimits(gather_blocks=1, in_flight_blocks_max=10, backlog_blocks_max=2))
+    book.offer(items(1, 2, 3), 0.0)
     assert keys(book.take(0.0)) == [2, 3]
     assert book.counts.missed == 1
+
+
+def test_a_write_waits_for_company_but_not_for_long() -> None:
+    book = SaveBook(SaveLimits(in_flight_blocks_max=10, gather_blocks=4, gather_s=0.25))
+    book.offer(items(1, 2), 1.0)
+    assert book.take(1.1) == []
+    assert book.next_at(1.1) == 1.25
+    book.offer(items(3), 1.2)
+    assert keys(book.take(1.25)) == [1, 2, 3]
+    assert book.next_at(1.25) is None
+    book.offer(items(4, 5, 6, 7), 2.0)
+    assert keys(book.take(2.0)) == [4, 5, 6, 7]
+    book.offer(items(8), 3.0)
+    assert keys(book.take(3.0, Haste.NOW)) == [8]
+
+
+def test_groups_share_keys_and_not_orders() -> None:
+    book = SaveBook(SaveLimits(in_flight_blocks_max=10, gather_blocks=1))
+    first, second = items(1)[0], SaveItem(items(1)[0].key, NO_SCOPE, group=1)
+    book.offer([first, second], 0.0)
+    assert book.take(0.0) == [first]
+    assert book.take(0.0) == [second]
+    book.ended([(second.name, SaveEnd.SAVED)], 0.0)
+    book.offer([first, second], 0.0)
+    assert book.counts.saved == 1
+    assert book.backlog_count == 0
 
 
 def advisor(tokens_per_s: float) -> Advisor:
@@ -112,7 +138,7 @@ def test_misses_teach_nothing_about_speed() -> None:
     assert one.speeds(0.0).loads[Source.DRAM] == before
 
 
-@pytest.mark.parametrize(("decode_s", "expected"), [(0.1, 80), (0.0, 16)])
+@pytest.mark.parametrize(("decode_s", "expected"), [(0.1, 80), (0.0, 8)])
 def test_prefill_beside_decodes_takes_no_more_than_its_share_of_time(
     decode_s: float, expected: int
 ) -> None:
@@ -120,7 +146,7 @@ def test_prefill_beside_decodes_takes_no_more_than_its_share_of_time(
     pace = Pace(PacePolicy(stall_ratio_max=1.8, stall_s_min=0.001), one)
     for _ in range(20):
         pace.learn(StepRecord(8, 0, 0, decode_s), 0.0)
-    assert expected * 0.7 <= pace.prefill_tokens_max(0.0) <= expected * 1.3
+    assert expected * 0.7 <= pace.prefill_tokens_max(1024, 0.0) <= expected * 1.3
 
 
 def test_prefill_speed_is_learned_without_the_decodes_beside_it() -> None:
@@ -131,3 +157,17 @@ def test_prefill_speed_is_learned_without_the_decodes_beside_it() -> None:
     for _ in range(30):
         pace.learn(StepRecord(8, 100, 0, 0.2), 0.0)
     assert one.prefill_s(1000, 0, 0.0) == pytest.approx(1.0, rel=0.3)
+
+
+def test_a_chunk_is_smaller_the_more_tokens_it_follows() -> None:
+    one = Advisor(block_tokens=16, block_bytes=MIB)
+    pace = Pace(PacePolicy(stall_ratio_max=2.0), one)
+    for _ in range(20):
+        pace.learn(StepRecord(8, 0, 0, 0.1), 0.0)
+    chunks = []
+    for context in range(0, 4001, 100):
+        chunks.append(pace.prefill_tokens_max(context, 0.0))
+        seconds = 32 * (0.001 + 1e-6 * (context + 16))
+        pace.learn(StepRecord(8, 32, context, 0.1 + seconds), 0.0)
+    assert 80 <= chunks[3] <= 110
+    assert 14 <= chunks[-1] <= 28

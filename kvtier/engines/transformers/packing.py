@@ -49,7 +49,11 @@ def pack_linears(model: nn.Module) -> int:
         and child.weight.dtype is torch.float32
         and child.weight.device.type == "cpu"
     ]
+    count = len(found)
     with torch.inference_mode():
-        for parent, name, child in found:
+        # Each plain weight is freed before the next is packed: both of one layer is the peak.
+        while found:
+            parent, name, child = found.pop()
             setattr(parent, name, PackedLinear(child))
-    return len(found)
+            del parent, child
+    return count

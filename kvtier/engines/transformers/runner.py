@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from kvtier.core.identity import KvDtype
 from kvtier.engines.transformers.packing import pack_linears
+from kvtier.engines.transformers.process import bars_on_terminals_only, give_back_memory
 from kvtier.engines.transformers.support import eos_token_ids, kv_geometry, rope_digest
 from kvtier.errors import CallerError
 from kvtier.paged.attention import PagedStep, Scratch
@@ -186,6 +187,7 @@ def load_runner(
     except (OSError, ValueError) as error:
         raise CallerError(f"{directory.name}: no model that transformers knows: {error}") from error
     kv_geometry(config.get_text_config(), dtype, block_tokens)
+    bars_on_terminals_only()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -196,4 +198,6 @@ def load_runner(
         ).to(device)
     except (OSError, ValueError) as error:
         raise CallerError(f"{directory.name}: cannot be loaded: {error}") from error
-    return TransformersRunner(model, model_id, revision, block_tokens)
+    runner = TransformersRunner(model, model_id, revision, block_tokens)
+    give_back_memory()
+    return runner

@@ -27,6 +27,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvtier.engines.transformers.process import bars_on_terminals_only
 from kvtier.engines.transformers.tiny import write_tiny
 from kvtier.errors import BackendError, CallerError, UnavailableError
 
@@ -58,6 +59,7 @@ def resolve(name: str, cache: Path | None = None) -> ModelSource:
     Raises CallerError for names that lead nowhere, UnavailableError where the hub does not answer,
     BackendError for a wheel that cannot be read.
     """
+    bars_on_terminals_only()
     folder = Path.home() / ".cache" / "kvtier" / "models" if cache is None else cache
     if name == TINY:
         return _described(_made(folder, TINY, write_tiny), TINY)

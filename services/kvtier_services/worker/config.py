@@ -102,7 +102,7 @@ class BatchSection:
     """Requests that run at once."""
     queue_max: int = 1024
     """Requests that wait; more are turned away."""
-    stall_ratio_max: float = 1.8
+    stall_ratio_max: float = 2.0
     """A step with prefill may take so many times as long as one that only decodes, while somebody
     decodes; measured online."""
     stall_ms_min: float = 10.0

@@ -263,7 +263,9 @@ class EngineCore:
         now = self._clock()
         if self.offload is not None:
             self.offload.tick(now)
-        plan = self.scheduler.plan(StepTerms(self.pace.prefill_tokens_max(now)), now)
+        plan = self.scheduler.plan(
+            StepTerms(lambda context: self.pace.prefill_tokens_max(context, now)), now
+        )
         self._tell_changes()
         self._begin(plan, now)
         if not plan.parts:
@@ -311,7 +313,7 @@ class EngineCore:
         for start in plan.loads:
             self.offload.load(start, now)
         for request, hit_blocks in plan.reused:
-            self.offload.reused(request, hit_blocks)
+            self.offload.reused(request, hit_blocks, now)
         for request in plan.preempted:
             self.offload.look(request, now, waits=False)
 
@@ -356,7 +358,7 @@ class EngineCore:
         self.scheduler.computed(part, now)
         self.counts.computed_tokens += part.tokens_count
         if self.offload is not None and request.sealed_blocks > before:
-            self.offload.sealed(request, before, request.sealed_blocks)
+            self.offload.sealed(request, before, request.sealed_blocks, now)
 
     def _take(self, request: Request, token: Sampled) -> Delivery:
         """Give a request its next token, and end it where that was the last."""

@@ -33,7 +33,7 @@ from kvtier_services.worker.l2.port import (
     Saved,
     Ticket,
 )
-from kvtier_services.worker.l2.saving import SaveBook, SaveEnd, SaveItem, SaveLimits
+from kvtier_services.worker.l2.saving import Haste, SaveBook, SaveEnd, SaveItem, SaveLimits
 from kvtier_services.worker.scheduler import LoadStart, Scheduler
 from kvtier_services.worker.sequences import Phase, Request
 
@@ -44,6 +44,10 @@ _GRACE_S: Final = 0.05
 _LOW_WATER: Final = 0.1
 """ON_EVICT: the coldest blocks are written once less than this share of the pool is free."""
 _COLDEST: Final = 256
+_GATHER_BLOCKS: Final = 16
+
+
+_NOBODY: Final = (NO_SCOPE, PRIORITY_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,12 @@ class Offload:
         self._looking: dict[Ticket, _Looking] = {}
         self._loading: dict[Ticket, _Loading] = {}
         self._saving: dict[Ticket, tuple[list[PrefixKey], list[BlockId]]] = {}
-        self._scopes: dict[PrefixKey, ScopeId] = {}
-        """ON_EVICT: on whose behalf a resident block was computed, where on somebody's."""
+        self._owners: dict[PrefixKey, tuple[ScopeId, int]] = {}
+        """ON_EVICT: on whose behalf a resident block was computed, and how dearly it is kept, where
+        that is not as with any other."""
         in_flight = max(1, min(terms.in_flight_bytes_max // self._block_bytes,
                                pool.blocks_counts[0] // 4))  # fmt: skip
-        self.saves = SaveBook(SaveLimits(in_flight))
+        self.saves = SaveBook(SaveLimits(in_flight, gather_blocks=min(in_flight, _GATHER_BLOCKS)))
         self.counts = OffloadCounts()
 
     @property
@@ -129,7 +134,7 @@ class Offload:
 
     def is_writing(self, now: float) -> bool:
         """Whether blocks are being written, or wait for that and not for a store to come back."""
-        waits = self.saves.backlog_count > 0 and self.saves.next_at(now) is None
+        waits = self.saves.backlog_count > 0 and not self.saves.is_paused(now)
         return bool(self._saving) or waits
 
     def next_deadline(self, now: float) -> float | None:
@@ -185,31 +190,34 @@ class Offload:
 
     # ---- writing
 
-    def reused(self, request: Request, hit_blocks: int) -> None:
+    def reused(self, request: Request, hit_blocks: int, now: float) -> None:
         """A request began with blocks of L1."""
         if self._terms.write_policy is WritePolicy.ON_REUSE:
-            self._offer(request, 0, hit_blocks)
+            self._offer(request, 0, hit_blocks, now)
 
-    def sealed(self, request: Request, start: int, stop: int) -> None:
+    def sealed(self, request: Request, start: int, stop: int, now: float) -> None:
         """Blocks start .. stop - 1 of a request were computed and are full."""
         if self._terms.write_policy is WritePolicy.ON_SEAL:
-            self._offer(request, start, stop)
-        elif self._terms.write_policy is WritePolicy.ON_EVICT and request.terms.scope_salt:
+            self._offer(request, start, stop, now)
+        elif self._terms.write_policy is WritePolicy.ON_EVICT:
             scope = scope_of(request)
-            self._scopes.update((key, scope) for key in request.chain.keys[start:stop])
+            for block in range(start, stop):
+                owner = scope, request.priority_of(block, now)
+                if owner != _NOBODY:
+                    self._owners[request.chain.keys[block]] = owner
 
     def evicted(self, keys: Sequence[PrefixKey]) -> None:
         """Blocks left L1: what waits to be written of them is lost."""
         for key in keys:
-            self._scopes.pop(key, None)
-            if self.saves.withdraw(key) is not None:
-                self.saves.missed()
+            self._owners.pop(key, None)
+            self.saves.withdraw(key)
 
     def pump(self, now: float) -> None:
         """Write what waits, as far as there is room in flight."""
         if self._terms.write_policy is WritePolicy.ON_EVICT:
             self._offer_coldest(now)
-        while items := self.saves.take(now):
+        haste = self._haste(now)
+        while items := self.saves.take(now, haste):
             keys: list[PrefixKey] = []
             held: list[BlockId] = []
             for item in items:
@@ -299,17 +307,30 @@ class Offload:
         for reason in outcome.reasons:
             counts.blocks_not_loaded[reason] = counts.blocks_not_loaded.get(reason, 0) + 1
 
-    def _offer(self, request: Request, start: int, stop: int) -> None:
+    def _offer(self, request: Request, start: int, stop: int, now: float) -> None:
         scope = scope_of(request)
-        keys = request.chain.keys[start:stop]
-        self.saves.offer([SaveItem(key, scope, PRIORITY_DEFAULT) for key in keys])
+        keys = request.chain.keys
+        self.saves.offer(
+            [SaveItem(keys[i], scope, request.priority_of(i, now)) for i in range(start, stop)], now
+        )
+
+    def _haste(self, now: float) -> Haste:
+        """Whether the next step may evict what waits to be written."""
+        if not self.saves.backlog_count:
+            return Haste.GATHER
+        wanted = self._scheduler.blocks_taken_max - self._blocks.usage().free_count
+        if wanted > 0:
+            for key, _ in self._blocks.coldest(wanted, now):
+                if self.saves.is_waiting(key):
+                    return Haste.NOW
+        return Haste.GATHER
 
     def _offer_coldest(self, now: float) -> None:
         usage = self._blocks.usage()
         if usage.free_count >= _LOW_WATER * usage.blocks_count:
             return
         coldest = self._blocks.coldest(_COLDEST, now)
-        self.saves.offer([SaveItem(k, self._scopes.get(k, NO_SCOPE)) for k, _ in coldest])
+        self.saves.offer([SaveItem(k, *self._owners.get(k, _NOBODY)) for k, _ in coldest], now)
 
     def _write(self, like: SaveItem, keys: list[PrefixKey], held: list[BlockId]) -> None:
         ticket = self._ticket()

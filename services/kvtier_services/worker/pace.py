@@ -9,8 +9,11 @@ from kvtier.core.costs import PrefillSample
 from kvtier_services.worker.l2.advisor import Advisor
 
 _SMOOTHING = 0.2
-_SAMPLE_TOKENS_MIN = 16
-_CHUNK_TOKENS_MIN = 16
+_TYPICAL_TOKENS = 32
+_SAMPLE_TOKENS_MIN = 8
+_CHUNK_TOKENS_MIN = 8
+"""A prefill advances by so many tokens a step in any case. Late in a long prompt a step reads more
+KV than it computes, whatever its chunk: a larger floor there would stall those that decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class StepRecord:
 class PacePolicy:
     """See `BatchSection`."""
 
-    stall_ratio_max: float = 1.8
+    stall_ratio_max: float = 2.0
     stall_s_min: float = 0.010
 
 
@@ -62,10 +65,10 @@ class Pace:
         sample = PrefillSample(step.prefill_tokens, step.context_tokens, seconds)
         self._advisor.computed(sample, now)
 
-    def prefill_tokens_max(self, now: float) -> int:
-        """Tokens of prefill that a step with decodes may carry."""
+    def prefill_tokens_max(self, context_tokens: int, now: float) -> int:
+        """Tokens of prefill, after so many earlier ones, that a step with decodes may carry."""
         stall_s = max(
             (self._policy.stall_ratio_max - 1.0) * self.decode_step_s, self._policy.stall_s_min
         )
-        token_s = self._advisor.prefill_s(128, 1024, now) / 128
+        token_s = self._advisor.prefill_s(_TYPICAL_TOKENS, context_tokens, now) / _TYPICAL_TOKENS
         return max(_CHUNK_TOKENS_MIN, int(stall_s / token_s))

@@ -9,7 +9,7 @@ computing, or loading, waits for that instead of doing it again.
 What must not live here: torch, clocks, the tiers below (their answers are told to it), sampling.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Protocol
@@ -39,8 +39,32 @@ class SchedulerLimits:
 class StepTerms:
     """What holds for one step."""
 
-    prefill_tokens_max: int
-    """Tokens of prefill while somebody decodes."""
+    prefill_tokens_max: Callable[[int], int]
+    """Tokens of prefill while somebody decodes, after so many tokens of context."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """What of a step's tokens is left."""
+
+    tokens: int
+    prefill_tokens_max: Callable[[int], int] | None
+    """None: nobody decodes, nobody is stalled."""
+    share: float = 1.0
+    """What is left of the time that prefill may take."""
+
+    def chunk(self, wished: int, context_tokens: int) -> int:
+        """How many of the tokens that a prefill wishes fit. Mutates nothing."""
+        count = min(wished, self.tokens)
+        if count <= 0 or self.prefill_tokens_max is None:
+            return max(0, count)
+        return min(count, int(self.share * self.prefill_tokens_max(context_tokens)))
+
+    def spend(self, count: int, context_tokens: int) -> None:
+        """Take them."""
+        self.tokens -= count
+        if self.prefill_tokens_max is not None:
+            self.share -= count / max(1, self.prefill_tokens_max(context_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +242,29 @@ class Scheduler:
         self._seal(request, now)
         self._run(request)
 
+    @property
+    def blocks_taken_max(self) -> int:
+        """Blocks that the next plan may take, of each group, at most."""
+        waiting = sum(len(r.below) for r in islice(self._waiting, SCAN_MAX))
+        step = self._blocks_of(self._limits.step_tokens_max) + self._limits.sequences_max
+        return step + waiting
+
     # ---- steps
 
     def plan(self, terms: StepTerms, now: float) -> Plan:
         """Decide the next step, and take the blocks that it needs. Mutates."""
         plan = Plan()
         parts: dict[int, Part] = {}
-        budget = self._limits.step_tokens_max
+        room = _Room(self._limits.step_tokens_max, None)
         for request in [r for r in self._running if r.is_decoding]:
-            if budget and self._grow(request, len(request.tokens), parts, now):
+            if room.tokens and self._grow(request, len(request.tokens), parts, now):
                 parts[request.number] = Part(request, request.computed, len(request.tokens))
-                budget -= 1
+                room.tokens -= 1
         if parts:
-            budget = min(budget, max(terms.prefill_tokens_max, 1))
+            room.prefill_tokens_max = terms.prefill_tokens_max
         for request in [r for r in self._running if not r.is_decoding]:
-            budget -= self._chunk(request, budget, parts, now)
-        self._admit_waiting(budget, plan, parts, now)
+            self._chunk(request, room, parts, now)
+        self._admit_waiting(room, plan, parts, now)
         plan.parts = list(parts.values())
         plan.preempted, self._gave_way = self._gave_way, []
         return plan
@@ -247,16 +278,15 @@ class Scheduler:
 
     # ---- parts
 
-    def _chunk(self, request: Request, budget: int, parts: dict[int, Part], now: float) -> int:
-        """Give a prefill its chunk; how many tokens that are."""
-        count = min(request.uncomputed, budget)
+    def _chunk(self, request: Request, room: _Room, parts: dict[int, Part], now: float) -> None:
+        """Give a prefill its chunk, where there is room for one."""
+        count = room.chunk(request.uncomputed, request.computed)
         if count <= 0 or request.phase is not Phase.RUNNING:
-            return 0
+            return
         stop = request.computed + count
-        if not self._grow(request, stop, parts, now):
-            return 0
-        parts[request.number] = Part(request, request.computed, stop)
-        return count
+        if self._grow(request, stop, parts, now):
+            parts[request.number] = Part(request, request.computed, stop)
+            room.spend(count, request.computed)
 
     def _grow(self, request: Request, tokens: int, parts: dict[int, Part], now: float) -> bool:
         """Get blocks for `tokens` tokens, from less important requests if need be."""
@@ -286,10 +316,10 @@ class Scheduler:
         self._blocks.release(request.holder, now)
         request.computed = request.sealed_blocks = 0
 
-    def _admit_waiting(self, budget: int, plan: Plan, parts: dict[int, Part], now: float) -> None:
-        room = self._limits.sequences_max - len(self._running) - len(self._loading)
+    def _admit_waiting(self, room: _Room, plan: Plan, parts: dict[int, Part], now: float) -> None:
+        seats = self._limits.sequences_max - len(self._running) - len(self._loading)
         for request in list(islice(self._waiting, SCAN_MAX)):
-            if room <= 0 or budget <= 0:
+            if seats <= 0 or room.chunk(1, 0) <= 0:
                 return
             if request.awaits_lookup:
                 continue
@@ -301,10 +331,10 @@ class Scheduler:
             if not self._fits(request, hit):
                 return
             self._waiting.remove(request)
-            room -= 1
+            seats -= 1
             self._admit(request, keys, plan, now)
             if request.phase is Phase.RUNNING:
-                budget -= self._chunk(request, budget, parts, now)
+                self._chunk(request, room, parts, now)
 
     def _fits(self, request: Request, hit: int) -> bool:
         """Whether the whole of it would fit now, beside what the running ones still prefill.
@@ -322,7 +352,8 @@ class Scheduler:
     def _admit(self, request: Request, keys: list[PrefixKey], plan: Plan, now: float) -> None:
         self._generation += 1
         request.holder = f"{request.number}.{self._generation}"
-        computed = self._blocks.admit(request.holder, keys, now, self._worth(request, now))
+        request.worth = self._worth(request, now)
+        computed = self._blocks.admit(request.holder, keys, now, request.worth)
         hit = computed // self._block_tokens
         request.computed, request.sealed_blocks = computed, hit
         plan.reused.append((request, hit))

@@ -3,11 +3,13 @@
 What must not live here: decisions (`scheduler`), torch, clocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 
+from kvtier.core.eviction import PRIORITY_DEFAULT, Retention
 from kvtier.core.frame import FrameName, KeyKind, frame_names
 from kvtier.core.keys import KEY_BYTES, prefix_keys
 from kvtier.types import Fingerprint, PrefixKey, Source
@@ -75,6 +77,8 @@ class Request:
     """What the lookup found, from `below_from` on, without a gap."""
     cached: dict[Source, int] = field(default_factory=dict)
     """Prompt tokens that were not computed, by where they came from."""
+    worth: Sequence[Retention] = ()
+    """How dearly its blocks are kept, one each from the first on; none: as any other's."""
     awaits_lookup: bool = False
     """Not admitted until it is known what the tiers below have."""
     was_admitted: bool = False
@@ -104,6 +108,14 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.uncomputed == 1 and len(self.tokens) > self.prompt_count
+
+    def priority_of(self, block: int, now: float) -> int:
+        """How dearly a block is kept now, 0 to 100."""
+        if not self.worth:
+            return PRIORITY_DEFAULT
+        worth = self.worth[min(block, len(self.worth) - 1)]
+        is_over = worth.expires_at is not None and now >= worth.expires_at
+        return PRIORITY_DEFAULT if is_over else worth.priority
 
     def append(self, token: int) -> None:
         """Take a generated token; mutates."""

@@ -1,7 +1,9 @@
 """Which sealed blocks to write below, in what order, and which are there already.
 
-Every key stands here at most once. The book holds names, never memory: a block that is evicted
-before its turn is not written, and counted. What must not live here: the pool, the store, clocks.
+Every block stands here at most once. Writing a few blocks costs as much as writing a few more, so a
+write waits for company: for a moment, and only as long as its blocks are not about to be evicted.
+The book holds names, never memory: a block that is evicted before its turn is not written, and
+counted. What must not live here: the pool, the store, clocks.
 """
 
 from collections import OrderedDict, deque
@@ -21,11 +23,31 @@ _PAUSE_S_MAX: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SaveItem:
-    """One block to write: its 32-byte prefix key and on whose behalf."""
+    """One block to write: its 32-byte prefix key, on whose behalf, and how dearly it is kept."""
 
     key: bytes
     scope: ScopeId
     priority: int = PRIORITY_DEFAULT
+    group: int = 0
+    """Of layers."""
+
+    @property
+    def name(self) -> bytes:
+        """What the book knows it by."""
+        return block_name(self.group, self.key)
+
+
+def block_name(group: int, key: bytes) -> bytes:
+    """Tells the blocks of several layer groups apart, which share prefix keys. Pure."""
+    return key if group == 0 else bytes((group,)) + key
+
+
+class Haste(Enum):
+    """Whether a write may wait for company."""
+
+    GATHER = auto()
+    NOW = auto()
+    """Some of what waits is about to be evicted."""
 
 
 class SaveEnd(Enum):
@@ -46,6 +68,10 @@ class SaveLimits:
     """Blocks that are being written: they cannot be evicted meanwhile."""
     order_blocks_max: int = 64
     backlog_blocks_max: int = 1 << 16
+    gather_blocks: int = 16
+    """A write that has so many waits no longer."""
+    gather_s: float = 0.25
+    """Nor does a block."""
 
 
 @dataclass(slots=True)
@@ -72,6 +98,8 @@ class SaveBook:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._pause_s = 0.0
         self._resume_at = 0.0
+        self._since = 0.0
+        """When the oldest of the backlog came, or was left behind by a write."""
         self.counts = SaveCounts()
 
     @property
@@ -84,50 +112,60 @@ class SaveBook:
 
     def next_at(self, now: float) -> float | None:
         """When `take` may have something although it has nothing now; None: not by time alone."""
-        return self._resume_at if self._backlog and now < self._resume_at else None
+        if not self._backlog:
+            return None
+        if self.is_paused(now):
+            return self._resume_at
+        gathered_at = self._since + self._limits.gather_s
+        return gathered_at if self._gathers(now) else None
 
-    def is_known(self, key: bytes) -> bool:
-        """Whether the store is believed to have a block."""
-        return key in self._known
+    def is_paused(self, now: float) -> bool:
+        """Whether nothing is written for a while, because the store failed."""
+        return now < self._resume_at
 
-    def know(self, keys: Iterable[bytes]) -> None:
+    def is_waiting(self, name: bytes) -> bool:
+        """Whether a block waits to be written."""
+        return name in self._backlog
+
+    def know(self, names: Iterable[bytes]) -> None:
         """The store has these blocks: they need not be written. The oldest are forgotten first."""
-        for key in keys:
-            self._known[key] = None
-            self._known.move_to_end(key)
-            self._backlog.pop(key, None)
+        for name in names:
+            self._known[name] = None
+            self._known.move_to_end(name)
+            self._backlog.pop(name, None)
         while len(self._known) > KNOWN_KEYS_MAX:
             self._known.popitem(last=False)
 
-    def doubt(self, keys: Iterable[bytes]) -> None:
+    def doubt(self, names: Iterable[bytes]) -> None:
         """The store did not have these blocks after all."""
-        for key in keys:
-            self._known.pop(key, None)
+        for name in names:
+            self._known.pop(name, None)
 
-    def offer(self, items: Sequence[SaveItem]) -> None:
+    def offer(self, items: Sequence[SaveItem], now: float) -> None:
         """Queue blocks of one chain, head first, that are not known, queued or in flight."""
         for item in items:
-            key = item.key
-            if key in self._known or key in self._in_flight or key in self._backlog:
+            name = item.name
+            if name in self._known or name in self._in_flight or name in self._backlog:
                 continue
-            self._backlog[key] = item
+            if not self._backlog:
+                self._since = now
+            self._backlog[name] = item
         while len(self._backlog) > self._limits.backlog_blocks_max:
             self._backlog.popitem(last=False)
             self.counts.missed += 1
 
-    def withdraw(self, key: bytes) -> SaveItem | None:
-        """Take a block out of the queue: its memory is about to be reused."""
-        return self._backlog.pop(key, None)
+    def withdraw(self, name: bytes) -> None:
+        """A block is gone before its turn: it is not written, and counted."""
+        if self._backlog.pop(name, None) is not None:
+            self.counts.missed += 1
 
-    def missed(self, count: int = 1) -> None:
-        """So many blocks that were taken or withdrawn could not be written."""
-        self.counts.missed += count
-
-    def take(self, now: float) -> list[SaveItem]:
-        """The next blocks to write in one order: of one scope and priority, perhaps none.
+    def take(self, now: float, haste: Haste = Haste.GATHER) -> list[SaveItem]:
+        """The next blocks to write in one order: of one scope, priority and group, perhaps none.
 
         They are in flight until `ended`, or until `dropped`.
         """
+        if haste is Haste.GATHER and self._gathers(now):
+            return []
         room = min(
             self._limits.in_flight_blocks_max - len(self._in_flight), self._limits.order_blocks_max
         )
@@ -135,28 +173,28 @@ class SaveBook:
             return []
         taken: list[SaveItem] = []
         for item in islice(self._backlog.values(), room):
-            if taken and (item.scope, item.priority) != (taken[0].scope, taken[0].priority):
+            if taken and _terms(item) != _terms(taken[0]):
                 break
             taken.append(item)
         for item in taken:
-            del self._backlog[item.key]
-            self._in_flight[item.key] = item
+            del self._backlog[item.name]
+            self._in_flight[item.name] = item
         return taken
 
     def dropped(self, item: SaveItem) -> None:
         """A block that was taken is gone: it is not written."""
-        self._in_flight.pop(item.key, None)
+        self._in_flight.pop(item.name, None)
         self.counts.missed += 1
 
     def ended(self, outcomes: Sequence[tuple[bytes, SaveEnd]], now: float) -> None:
         """Blocks are no longer in flight. Failures wait in the queue, and a pause begins."""
         failed: list[SaveItem] = []
-        for key, end in outcomes:
-            item = self._in_flight.pop(key, None)
+        for name, end in outcomes:
+            item = self._in_flight.pop(name, None)
             match end:
                 case SaveEnd.SAVED:
                     self.counts.saved += 1
-                    self.know([key])
+                    self.know([name])
                 case SaveEnd.REFUSED:
                     self.counts.refused += 1
                 case SaveEnd.FAILED:
@@ -166,6 +204,15 @@ class SaveBook:
         if not failed:
             self._pause_s = 0.0
             return
-        self.offer(failed)
+        self.offer(failed, now)
         self._pause_s = min(_PAUSE_S_MAX, max(_PAUSE_S_MIN, 2 * self._pause_s))
         self._resume_at = now + self._pause_s
+
+    def _gathers(self, now: float) -> bool:
+        """Whether what waits may wait for company."""
+        count = len(self._backlog)
+        return count < self._limits.gather_blocks and now < self._since + self._limits.gather_s
+
+
+def _terms(item: SaveItem) -> tuple[ScopeId, int, int]:
+    return item.scope, item.priority, item.group
