@@ -135,6 +135,7 @@ UNIMPORTED = {
     "kvtier.core.engine_holdings": "for the bridge, which is being built",
     "kvtier.core.engine_sequence": "for the bridge, which is being built",
     "kvtier.core.replay": "public: simulate a policy on a trace",
+    "kvtier.engines.vllm.connector": "loaded by vLLM, by name",
     "kvtier.local.converting": "a process of its own, started by name",
     "kvtier.paged.transfer": "for pools on a GPU, which the worker does not have yet",
 }

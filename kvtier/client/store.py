@@ -179,11 +179,22 @@ class BlockStoreClient:
         deadline_s: float | None = None,
     ) -> list[frozenset[Tier]]:
         """In which tiers blocks are; nowhere, where the store cannot be asked."""
+        found = await self.find(names, shared=shared, deadline_s=deadline_s)
+        return [frozenset()] * len(names) if found is None else found
+
+    async def find(
+        self,
+        names: Sequence[FrameName],
+        *,
+        shared: bool = False,
+        deadline_s: float | None = None,
+    ) -> list[frozenset[Tier]] | None:
+        """As `contains`, for who must tell "nowhere" from "nobody says": that is None."""
         request = pb.ContainsRequest(names=blocks.names_to(names), shared=shared)
         try:
             answer = await self._ask("Contains", request, deadline_s)
         except ABSENT:
-            return [frozenset()] * len(names)
+            return None
         return [blocks.tiers_from(mask) for mask in answer.tiers]
 
     async def prefetch(self, names: Sequence[FrameName], terms: ReadTerms = _READ) -> int:

@@ -106,7 +106,8 @@ class EngineIdentity:
     `hash_algorithm` and `seed` (the engine's NONE_HASH in hex, or its seed text; may be empty)
     decide what its digests mean; `format_version` is the engine's and its kernels' version, because
     an upgrade may change bytes; `lookahead_tokens` is the count that EAGLE-style hashing covers
-    beyond a block; `cache_group` separates the groups of a hybrid model, whose digests are equal.
+    beyond a block; `cache_group` separates the groups of a hybrid model, whose digests are equal;
+    `adapter_digest` (32 bytes) is of the adapter's weights, which engines name but do not hash.
     """
 
     engine: str
@@ -115,6 +116,7 @@ class EngineIdentity:
     seed: str
     lookahead_tokens: int = 0
     cache_group: int = 0
+    adapter_digest: bytes | None = None
 
     def __post_init__(self) -> None:
         require_name("engine", self.engine)
@@ -123,6 +125,8 @@ class EngineIdentity:
         require_text("hash seed", self.seed)
         require_integer("lookahead_tokens", self.lookahead_tokens, 0, LOOKAHEAD_TOKENS_MAX)
         require_integer("cache_group", self.cache_group, 0, CACHE_GROUP_MAX)
+        if self.adapter_digest is not None:
+            require_digest("adapter digest", self.adapter_digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +244,7 @@ class ModelSpec:
 
 
 def _engine_fields(engine: EngineIdentity) -> dict[int, Value]:
-    return {
+    fields: dict[int, Value] = {
         1: engine.engine,
         2: engine.format_version,
         3: engine.hash_algorithm,
@@ -248,6 +252,11 @@ def _engine_fields(engine: EngineIdentity) -> dict[int, Value]:
         5: engine.lookahead_tokens,
         6: engine.cache_group,
     }
+    if (
+        engine.adapter_digest is not None
+    ):  # left out, not absent: older namespaces stay what they are
+        fields[7] = engine.adapter_digest
+    return fields
 
 
 def chain_root(pool: Pool, scope_salt: str | None, adapter: AdapterRef | None) -> bytes:

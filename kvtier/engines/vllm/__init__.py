@@ -1,0 +1,12 @@
+"""vLLM behind kvtier: a KV connector that reads and writes the store of its node.
+
+    connector.py   what vLLM loads: its base class's hooks, translated; the only importer of vLLM
+    facts.py       what a running engine says of itself, and whether its blocks can be shared
+    settings.py    what the operator wrote into `kv_connector_extra_config`
+    scheduling.py  scheduler side, sans-I/O: what to load and to save, request by request
+    lookups.py     which blocks the store has, asked beside the scheduler
+    pages.py       blocks in vLLM's per-layer caches, as the payload of one frame
+    transfers.py   worker side: loads and saves on threads of their own
+
+What must not live here: decoding of KV events (the bridge), the router's view of engines.
+"""

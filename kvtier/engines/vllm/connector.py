@@ -1,0 +1,256 @@
+"""`KvtierConnector`: what vLLM loads by `kv_connector_module_path`.
+
+    --kv-transfer-config '{"kv_connector": "KvtierConnector",
+      "kv_connector_module_path": "kvtier.engines.vllm.connector", "kv_role": "kv_both",
+      "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"store": "unix:/run/kvtier/store.sock"}}'
+
+vLLM builds it twice: for its scheduler, and in each worker. Loads are asynchronous only; whatever
+fails, the engine recomputes. An engine whose blocks cannot be seen or verified from here is served
+misses, and its log says why.
+What must not live here: decisions (scheduling.py), bytes (pages.py), calls (lookups, transfers).
+"""
+
+import time
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.utils.hashing import sha256_cbor
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+from kvtier.client.store import StoreClientConfig
+from kvtier.client.store_blocking import BlockStoreClient
+from kvtier.core.identity import AdapterRef, chain_root
+from kvtier.engines.vllm.adapters import AdapterDigests
+from kvtier.engines.vllm.facts import EngineFacts, Refusal, read_facts
+from kvtier.engines.vllm.lookups import StoreLookups
+from kvtier.engines.vllm.pages import KvPages
+from kvtier.engines.vllm.prefixes import PrefixHashes
+from kvtier.engines.vllm.scheduling import Arrival, Scheduled, Scheduling, StepOrders
+from kvtier.engines.vllm.settings import settings_from
+from kvtier.engines.vllm.transfers import Transfers
+from kvtier.errors import CallerError
+from kvtier.telemetry.logs import EventLog
+from kvtier.types import Fingerprint
+
+LOG = EventLog("vllm.kvtier")
+"""Under vLLM's own logger, so that its handlers show what is said here."""
+
+_RECOMPUTE = "recompute"
+
+
+class _Orders(KVConnectorMetadata):
+    """What travels from scheduler to workers beside a step."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class _Ends(KVConnectorWorkerMetadata):
+    """What travels back: blocks in place, by request whose load ended."""
+
+    def __init__(self, leading: dict[str, int]) -> None:
+        self.leading = leading
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "_Ends":
+        assert isinstance(other, _Ends)
+        both = dict(self.leading)
+        for request_id, leading in other.leading.items():
+            both[request_id] = min(leading, both.get(request_id, leading))
+        return _Ends(both)
+
+
+class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """ConfigError for settings that cannot be meant; a Refusal is told once, and misses."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = settings_from(transfer.kv_connector_extra_config or {})
+        self._facts: EngineFacts | None = None
+        self._scheduling: Scheduling | None = None
+        self._lookups: StoreLookups | None = None
+        self._transfers: Transfers | None = None
+        self._adapters = AdapterDigests()
+        self._namespaces: dict[bytes | None, tuple[Fingerprint, ...]] = {}
+        self._invalid_blocks: set[int] = set()
+        self._leading: dict[str, int] = {}
+        seed = str(resolve_none_hash_seed(sha256_cbor))
+        facts = read_facts(
+            vllm_config, kv_cache_config, str(vllm.__version__), seed, self._settings
+        )
+        if transfer.kv_load_failure_policy != _RECOMPUTE:
+            facts = Refusal('set "kv_load_failure_policy": "recompute"')
+        if isinstance(facts, Refusal):
+            LOG.error("kvtier serves this engine misses only", reason=facts.reason)
+            return
+        self._facts = facts
+        if role is KVConnectorRole.SCHEDULER:
+            self._lookups = StoreLookups(self._settings.dial())
+            self._scheduling = Scheduling(self._settings, facts.pool.block_tokens, self._lookups)
+            namespace = facts.namespaces()[0].hex()
+            LOG.info("kvtier shares blocks", store=self._settings.store, namespace=namespace)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what is not saved is a miss later, and nothing else."""
+        return False
+
+    # ---- scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduling is None or self._facts is None:
+            return
+        adapter: bytes | None = None
+        if request.lora_request is not None:
+            adapter = self._adapters.digest(str(request.lora_request.lora_path))
+            if adapter is None:
+                return  # weights that cannot be told from others of the same name
+        namespaces = self._namespaces.get(adapter)
+        if namespaces is None:
+            namespaces = self._namespaces[adapter] = self._facts.namespaces(adapter)
+        arrival = Arrival(
+            str(request.request_id),
+            request.block_hashes,
+            int(request.num_prompt_tokens),
+            namespaces,
+            adapter,
+            self._prefix_hashes(request, adapter),
+        )
+        self._scheduling.arrived(arrival, time.monotonic())
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduling is None:
+            return 0, False
+        tokens = self._scheduling.matched(request.request_id, num_computed_tokens, time.monotonic())
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduling is not None:
+            (block_ids,) = blocks.get_block_ids()
+            self._scheduling.allocated(request.request_id, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        if self._scheduling is None:
+            return _Orders(StepOrders())
+        computed = {
+            one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs
+        }
+        cached = scheduler_output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = []
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            if request_id in computed and self._scheduling.knows(request_id):
+                (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+                scheduled.append(Scheduled(request_id, computed[request_id] + tokens, block_ids))
+        return _Orders(self._scheduling.step(scheduled, time.monotonic()))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        ends = connector_output.kv_connector_worker_meta
+        if self._scheduling is not None and isinstance(ends, _Ends):
+            for request_id, leading in ends.leading.items():
+                self._scheduling.loaded(request_id, leading)
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduling is not None:
+            self._scheduling.finished(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids)
+
+    # ---- workers
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._facts is None:
+            return
+        rank = int(get_tensor_model_parallel_rank())
+        try:
+            pages = KvPages(kv_caches, self._facts.spec(rank))
+        except CallerError as error:
+            LOG.error("kvtier serves this engine misses only", reason=str(error))
+            return
+        client = BlockStoreClient(self._settings.dial(), StoreClientConfig())
+        self._transfers = Transfers(
+            pages,
+            self._facts,
+            rank,
+            client,
+            self._settings.load_ms / 1000,
+            self._settings.staging_bytes,
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        for order in self._orders().loads:
+            if self._transfers is not None:
+                self._transfers.load(order)
+            else:
+                self._invalid_blocks.update(order.block_ids)
+                self._leading[order.request_id] = 0
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only once its load is over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: blocks are saved whole, in `wait_for_save`."""
+
+    def wait_for_save(self) -> None:
+        if self._transfers is not None:
+            for order in self._orders().saves:
+                self._transfers.save(order)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._transfers is not None:
+            for end in self._transfers.ended():
+                self._leading[end.order.request_id] = end.leading_blocks
+                self._invalid_blocks.update(end.order.block_ids[end.leading_blocks :])
+        failed = {request_id for request_id, leading in self._leading.items() if not leading}
+        return KVConnectorTransferResults(set(), set(self._leading), failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        leading, self._leading = self._leading, {}
+        return _Ends(leading) if leading else None
+
+    def shutdown(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+        if self._lookups is not None:
+            self._lookups.close()
+            self._lookups, self._scheduling = None, None
+
+    # ---- parts
+
+    def _orders(self) -> StepOrders:
+        if not self.has_connector_metadata():
+            return StepOrders()
+        metadata = self._get_connector_metadata()
+        return metadata.orders if isinstance(metadata, _Orders) else StepOrders()
+
+    def _prefix_hashes(self, request: Any, adapter: bytes | None) -> PrefixHashes | tuple[int, ...]:
+        """What the index calls the request's blocks; nothing where its chain needs more."""
+        if self._facts is None or request.mm_features or request.prompt_embeds is not None:
+            return ()
+        known = None if adapter is None else AdapterRef(adapter, 0)
+        root = chain_root(self._facts.pool, request.cache_salt or None, known)
+        return PrefixHashes(root, request.all_token_ids, self._facts.pool.block_tokens)
