@@ -69,6 +69,7 @@ CHANGED_ENGINE: dict[str, object] = {
     "seed": "4e1195df",
     "lookahead_tokens": 1,
     "cache_group": 1,
+    "adapter_digest": b"a" * 32,
 }
 VARIANTS: dict[str, ModelSpec] = (
     {name: dataclasses.replace(SPEC, **{name: new}) for name, new in CHANGED_SPEC.items()}  # type: ignore[arg-type]
