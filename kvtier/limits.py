@@ -261,3 +261,15 @@ ENGINE_HELD_BATCHES_MAX: Final = 1 << 16
 """Live messages that wait for a replay."""
 ENGINE_HELD_BYTES_MAX: Final = 256 << 20
 """The same."""
+
+# What a router remembers for its dashboard
+HISTORY_REQUESTS_COUNT_MAX: Final = 10_000
+HISTORY_BASES_COUNT_MAX: Final = 1_000
+"""Decisions whose costs are kept."""
+HISTORY_ROWS_COUNT_MAX: Final = 1 << 18
+"""Rows (workers) of all of them; one is about 120 bytes."""
+HISTORY_EVENTS_COUNT_MAX: Final = 1_000
+HISTORY_POINTS_COUNT_MAX: Final = 720
+"""Points of a chart: an hour at 5 s."""
+PAGE_ROWS_COUNT_MAX: Final = 500
+"""Rows that one answer of the dashboard's feed has."""

@@ -6,6 +6,7 @@ What must not live here: the index itself (`kvtier.core`), choices of a worker.
 from kvtier.core.workers import HolderView, Load, OwnReservation, WorkerName
 from kvtier.replica.predictions import Reserved
 from kvtier.replica.replica import (
+    HolderCensus,
     IndexReplica,
     ReplicaConfig,
     ReplicaLag,
@@ -15,6 +16,7 @@ from kvtier.replica.replica import (
 )
 
 __all__ = [
+    "HolderCensus",
     "HolderView",
     "IndexReplica",
     "Load",

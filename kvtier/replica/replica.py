@@ -132,6 +132,13 @@ class ReplicaLook(NamedTuple):
     """As ReplicaLag."""
 
 
+class HolderCensus(NamedTuple):
+    """One holder and how many copies of blocks it has, by Tier, all shards together."""
+
+    view: HolderView
+    copies: tuple[int, int, int, int]
+
+
 class IndexReplica:
     """See the module. All methods may be called from any thread; none waits for the network."""
 
@@ -205,6 +212,16 @@ class IndexReplica:
     def holders(self) -> tuple[HolderView, ...]:
         """Everybody that the index knows, hidden ones too, with cards and loads."""
         return tuple(self._picture.holders.values())
+
+    def census(self) -> tuple[HolderCensus, ...]:
+        """Everybody with how much each has. O(holders)."""
+        picture = self._picture
+        copies = {one.holder: one.copies for one in picture.index.stats().holders}
+        nothing = (0, 0, 0, 0)
+        return tuple(
+            HolderCensus(view, copies.get(view.holder, nothing))
+            for view in picture.holders.copy().values()
+        )
 
     def snapshot(self, holder: HolderId, tier: Tier, shard: int = 0) -> Snapshot:
         """All that one holder has in a tier, for inspection. O(blocks); CallerError if unknown."""

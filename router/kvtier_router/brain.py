@@ -26,6 +26,7 @@ from kvtier_router.routing import Router, RoutingBrain, RoutingConfig, StaticWor
 from kvtier_router.routing.config import NameRule, NameTarget
 from kvtier_router.routing.remote import RemoteFleet
 from kvtier_router.routing.values import RouteAsk, RouteDecision
+from kvtier_router.ui.watching import NO_SIGHT, IndexSight
 
 LOG: Final = EventLog("kvtier_router")
 _TARGET: Final = re.compile(r"(?P<name>.+?)(@@(?P<revision>[^*]+))?(\*(?P<share>[0-9.eE+-]+))?")
@@ -40,6 +41,8 @@ class Brain:
 
     routing: RoutingBrain
     route_later: Callable[[RouteAsk], Awaitable[RouteDecision]] | None = None
+    sight: IndexSight = NO_SIGHT
+    """What can be seen of the index, for the dashboard."""
 
 
 def router_name(config: RouterConfig, process: int) -> str:
@@ -71,7 +74,14 @@ async def open_brain(config: RouterConfig, process: int = 0) -> AsyncIterator[Br
         desk.open(_DESK_S)
         if not await asyncio.to_thread(replica.wait_complete, _FIRST_PICTURE_S):
             LOG.warning("the index has not been heard yet: serving without it")
-        yield Brain(Router(routing, replica, desk))
+        sight = IndexSight(
+            config.index_mode.value,
+            config.index.targets,
+            replica.look,
+            lambda: replica.lag,
+            replica.census,
+        )
+        yield Brain(Router(routing, replica, desk), sight=sight)
     finally:
         await asyncio.to_thread(_close, thread, client, replica, desk)
 
@@ -95,7 +105,8 @@ async def _remote(config: RouterConfig, name: str, routing: RoutingConfig) -> As
         router = Router(routing, fleet, session)
         deadline_s = config.match_ms_max / 1e3
         try:
-            yield Brain(router, lambda ask: router.route_remote(ask, client, deadline_s))
+            sight = IndexSight(config.index_mode.value, config.index.targets, fleet.look)
+            yield Brain(router, lambda ask: router.route_remote(ask, client, deadline_s), sight)
         finally:
             following.cancel()
             with contextlib.suppress(asyncio.CancelledError):

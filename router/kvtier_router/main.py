@@ -19,6 +19,7 @@ from typing import Final, TextIO
 
 import uvloop
 
+from kvtier import __version__
 from kvtier.config import describe, load
 from kvtier.core.admission import AdmissionPolicy, ClassPolicy
 from kvtier.core.health import RetryBudget
@@ -30,12 +31,13 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.text.model import TextModel
 from kvtier_router import metrics as table
-from kvtier_router.brain import Brain, open_brain
+from kvtier_router.brain import Brain, open_brain, router_name
 from kvtier_router.config import RouterConfig, check_listen, pairs
 from kvtier_router.front.access_log import AccessLog
 from kvtier_router.front.admin import Admin, AdminParts
 from kvtier_router.front.app import Front, FrontParts, FrontPolicy
 from kvtier_router.front.credentials import Credentials
+from kvtier_router.front.history import History
 from kvtier_router.front.prompts import NamedTexts, PromptReader
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.quota import QuotaDesk
@@ -51,6 +53,8 @@ from kvtier_router.gossip import (
 )
 from kvtier_router.processes import supervise
 from kvtier_router.routing.values import RoutingBrain
+from kvtier_router.ui.dashboard import Dashboard, DashboardParts
+from kvtier_router.ui.feed import Gauges, Who
 from kvtier_router.web.server import HttpServer
 from kvtier_router.web.tls import ServerTls
 from kvtier_router.web.upstream import Upstream
@@ -104,6 +108,7 @@ async def serve(
             LOG.warning("open mode: everybody is let in, and nothing separates tenants")
         quotas = QuotaDesk(clock)
         access = AccessLog(log)
+        history = History()
         stack.push_async_callback(asyncio.to_thread, access.close)
         queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
         stickiness = Stickiness()
@@ -120,6 +125,7 @@ async def serve(
             metrics=telemetry.metrics,
             tracer=telemetry.tracer,
             access=access,
+            history=history,
             clock=clock,
         )
         front = Front(parts, _policy(config))
@@ -132,7 +138,20 @@ async def serve(
         gossip = Gossip(
             _secret(config, place), quotas, tenants, stickiness, partial(_follow, brain)
         )
-        admin_parts = AdminParts(brain, prompts, telemetry.metrics, front.unready, gossip.order)
+        dashboard = Dashboard(
+            DashboardParts(
+                brain=brain,
+                sight=made.sight,
+                history=history,
+                who=_who(config, place.process, clock()),
+                gauges=partial(_gauges, relay, server, queue),
+                clock=clock,
+                wall=SYSTEM.wall,
+            )
+        )
+        admin_parts = AdminParts(
+            brain, prompts, telemetry.metrics, front.unready, gossip.order, dashboard.answer
+        )
         admin = HttpServer(Admin(admin_parts), config.http, clock)
         admin_port = await _listen_admin(admin, config.admin_bind, place.process)
         stack.push_async_callback(admin.drain, 0.5)
@@ -141,6 +160,7 @@ async def serve(
         port = int(bound.getsockname()[1])
         await server.listen(bound, None if tls is None else tls.context)
         chores = [brain.tick, queue.pump, upstream.sweep, server.sweep, admin.sweep, access.flush]
+        chores.append(dashboard.tick)
         if tls is not None:
             chores.append(tls.follow)
         if place.gossip is not None:
@@ -190,6 +210,38 @@ def _admission(config: RouterConfig) -> AdmissionPolicy:
         classes=(row,) * queue.classes,
         tenant_queued_requests_max=queue.tenant_queued_requests_max,
         running_requests_max=queue.running_requests_max,
+    )
+
+
+def _who(config: RouterConfig, process: int, now: float) -> Who:
+    """Which process of which router the dashboard shows."""
+    ports: tuple[int, ...] = ()
+    if config.admin_bind and not config.admin_bind.startswith("unix:"):
+        first = parse_address(config.admin_bind).port
+        ports = tuple(first + number for number in range(config.workers)) if first else ()
+    return Who(
+        instance=router_name(config, process),
+        version=__version__,
+        policy=config.policy.value,
+        process=process,
+        processes=config.workers,
+        admin_ports=ports,
+        started_at=now,
+    )
+
+
+def _gauges(relay: Relay, server: HttpServer, queue: RequestQueue) -> Gauges:
+    """What the front counts itself, for the dashboard."""
+    return Gauges(
+        running=queue.running,
+        queued=queue.queued,
+        connections=server.connections_count,
+        queue_refused=queue.refused,
+        queue_expired=queue.expired,
+        retries={one.value: count for one, count in relay.retries.items()},
+        resumptions={one.value: count for one, count in relay.resumptions.items()},
+        losses={one.value: count for one, count in relay.losses.items()},
+        turned_away={one.value: count for one, count in server.refused.items() if count},
     )
 
 

@@ -3,12 +3,12 @@
 What must not live here: anything that clients may see.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from urllib.parse import unquote
 
 from kvtier.core.workers import WorkerName
-from kvtier.errors import CallerError, KvtierError
+from kvtier.errors import CallerError, ForbiddenError, KvtierError
 from kvtier.openai.strict_json import parse_object
 from kvtier.telemetry.metrics import CONTENT_TYPE, Metrics
 from kvtier.types import InstanceId
@@ -32,6 +32,8 @@ class AdminParts:
     unready: Callable[[], str]
     on_drain: Callable[[WorkerName, bool], None]
     """Told of every drain (True) and undrain, for the other processes."""
+    dashboard: Callable[[str, str], Awaitable[Reply]]
+    """Answers a GET below `/ui/` by its path and query."""
 
 
 class Admin:
@@ -41,7 +43,10 @@ class Admin:
         self._parts = parts
 
     def admit(self, head: Head) -> Reply | None:
-        """A browser must not be made to post here by a page from elsewhere."""
+        """A page from elsewhere must not make a browser post here, nor read under a name of its
+        own that it lets point to this machine."""
+        if not _is_local(head):
+            return answers.error_answer(ForbiddenError("not by this name"))
         if head.method != "GET" and "origin" in head.headers:
             return answers.error_answer(CallerError("not from a browser"))
         return None
@@ -67,6 +72,8 @@ class Admin:
                 return answers.json_reply(503 if reason else 200, {"reason": reason})
             case "GET", ["metrics"]:
                 return Reply(200, self._parts.metrics.render(), (_PLAIN,))
+            case "GET", ["ui", *rest] if len(rest) < 2:
+                return await self._parts.dashboard("".join(rest), head.query)
             case "GET", ["fleet"]:
                 return answers.json_reply(200, self._fleet())
             case "POST", ["workers", instance, rank, "drain" | "undrain" as verb] if (
@@ -112,6 +119,23 @@ class Admin:
             kind=prompt.kind,
         )
         return answers.json_reply(200, self._parts.brain.explain(ask).as_json())
+
+
+def _is_local(head: Head) -> bool:
+    """Whether a request names this machine as such: every browser says which name it followed, and
+    a foreign one that resolves to loopback is an attack (DNS rebinding). A Unix socket has none."""
+    host = head.headers.get("host")
+    if host is None or not head.client:
+        return True
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    if name.lower() in ("localhost", "[::1]"):
+        return True
+    parts = name.split(".")
+    return (
+        len(parts) == 4
+        and parts[0] == "127"
+        and all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts)
+    )
 
 
 def _worker(report: WorkerReport) -> dict[str, object]:

@@ -24,6 +24,7 @@ from kvtier.telemetry.tracing import Tracer
 from kvtier_router.front import answers
 from kvtier_router.front.access_log import AccessLog, quoted
 from kvtier_router.front.calls import PATHS, Api, Call, read_call, require_json
+from kvtier_router.front.history import History
 from kvtier_router.front.prompts import PromptReader
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.quota import QuotaDesk
@@ -68,6 +69,7 @@ class FrontParts:
     metrics: Metrics
     tracer: Tracer
     access: AccessLog
+    history: History
     clock: Callable[[], float]
 
 
@@ -204,6 +206,7 @@ class Front:
                 exchange.reply(answers.error_answer(error, (("x-request-id", request_id),)))
                 name = type(error).__name__
                 parts.access.add(f"id={request_id} api={api.value} status={status} error={name}")
+                parts.history.refused(api, request_id, status, name, parts.clock())
         except asyncio.CancelledError:
             status = _cut(job, exchange, "left")
             raise
@@ -282,7 +285,9 @@ class Front:
     def _log(self, job: Job) -> None:
         """One line a request, without anything of its text."""
         parts, decision = self._parts, job.decision
-        total_s = parts.clock() - job.arrived_at
+        now = parts.clock()
+        total_s = now - job.arrived_at
+        parts.history.add(job, now, total_s)
         parts.front_metrics.seconds.observe(total_s)
         if job.ttft_s is not None:
             parts.front_metrics.first_byte.observe(job.ttft_s)

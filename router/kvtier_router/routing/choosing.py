@@ -3,7 +3,7 @@
 What must not live here: the index (router.py asks it), reservations (placing.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
@@ -217,15 +217,51 @@ class Explanation:
     states: tuple[str, ...]
     names: dict[int, str]
     """Sources by number."""
+    held: Floats
+    """Tokens, (rows, sources)."""
 
 
-def rows_of(told: Explanation) -> tuple[Candidate, ...]:
-    """Every worker's row, in the order of the table. O(rows) Python."""
+class DecisionBasis:
+    """A Basis: references to what a decision computed, which nothing changes afterwards."""
+
+    __slots__ = ("_choice", "_held", "_names", "_table")
+
+    def __init__(self, table: Table, choice: Choice, held: Floats, names: dict[int, str]) -> None:
+        self._table = table
+        self._choice = choice
+        self._held = held
+        self._names = names
+
+    @property
+    def rows_count(self) -> int:
+        """See Basis."""
+        return len(self._table)
+
+    def rows(self, most: int) -> tuple[Candidate, ...]:
+        """See Basis. The state of a row says only whether it took part."""
+        decision, chosen = self._choice.decision, self._choice.row
+        if decision is None:
+            wanted, takes_part = [chosen], np.zeros(len(self._table), np.bool_)
+            takes_part[chosen] = True
+        else:
+            total_s = decision.costs.total_s
+            wanted = np.argsort(total_s, kind="stable")[: max(1, most)].tolist()
+            wanted += [chosen] if chosen not in wanted else []
+            takes_part = np.isfinite(total_s)
+        states = tuple("candidate" if takes else "no candidate" for takes in takes_part.tolist())
+        told = Explanation(self._table, self._choice, states, self._names, self._held)
+        return rows_of(told, wanted)
+
+
+def rows_of(told: Explanation, wanted: Sequence[int] | None = None) -> tuple[Candidate, ...]:
+    """The wanted rows in their order; every worker's, in the order of the table, where it is None.
+    O(rows) Python."""
     table, decision = told.table, told.choice.decision
-    held = table.fleet.held_tokens
+    held = told.held
     tied = frozenset(decision.tied) if decision is not None else frozenset()
     rows = []
-    for row, member in enumerate(table.members):
+    for row in range(len(table)) if wanted is None else wanted:
+        member = table.members[row]
         parts = dict.fromkeys(
             ("queue_s", "load_s", "compute_s", "decode_s", "adapter_s", "ttft_s", "total_s"), 0.0
         )

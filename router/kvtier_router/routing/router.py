@@ -28,6 +28,7 @@ from kvtier_router.routing.affinity import PrefixHeat
 from kvtier_router.routing.choosing import (
     Choice,
     Chooser,
+    DecisionBasis,
     Eligibility,
     Explanation,
     fill,
@@ -210,7 +211,7 @@ class Router:
             for row in range(len(case.table))
         )
         decision = self._decision(case, choice, _Nothing())
-        told = Explanation(case.table, choice, states, _SOURCE_NAMES)
+        told = Explanation(case.table, choice, states, _SOURCE_NAMES, case.table.fleet.held_tokens)
         return replace(decision, candidates=rows_of(told))
 
     def models(self) -> tuple[ModelReport, ...]:
@@ -228,15 +229,33 @@ class Router:
             return False
         return True
 
-    def workers(self) -> tuple[WorkerReport, ...]:
+    def workers(self, only: Sequence[WorkerName] | None = None) -> tuple[WorkerReport, ...]:
         """See RoutingBrain."""
         look, now = self._look(), self._clock()
         self._standing.update(now)
+        roster = self._roster
+        wanted = roster.members() if only is None else [roster.find(name) for name in only]
         return tuple(
             self._worker(member, look, now)
-            for member in self._roster.members()
-            if not member.is_gone
+            for member in wanted
+            if member is not None and not member.is_gone
         )
+
+    def worker_names(self) -> tuple[WorkerName, ...]:
+        """See RoutingBrain."""
+        self._look()
+        return tuple(member.name for member in self._roster.members() if not member.is_gone)
+
+    def troubled(self) -> dict[WorkerName, str]:
+        """See RoutingBrain."""
+        now = self._clock()
+        self._standing.update(now)
+        found: dict[WorkerName, str] = {}
+        for member in self._roster.members():
+            trouble = "draining" if member.is_draining else self._standing.trouble(member.slot, now)
+            if trouble and not member.is_gone:
+                found[member.name] = trouble
+        return found
 
     def drain(self, worker: WorkerName) -> None:
         """See RoutingBrain."""
@@ -457,6 +476,7 @@ class Router:
             predicted_ttft_s=ttft_s,
             decided_in_s=self._clock() - case.now,
             placement=placement,
+            basis=DecisionBasis(table, choice, table.fleet.held_tokens, _SOURCE_NAMES),
         )
 
     # ---- reports

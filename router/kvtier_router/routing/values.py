@@ -4,7 +4,7 @@ The HTTP front is written against this file and `Router`. What must not live her
 chosen (router.py), what the fleet looks like (fleet.py), anything of HTTP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -236,6 +236,20 @@ class ReservationSink(Protocol):
     def release(self, key: str) -> None: ...
 
 
+class Basis(Protocol):
+    """What a decision was made on, for whoever asks later. Nothing is computed until then."""
+
+    @property
+    def rows_count(self) -> int:
+        """Workers that were compared: what keeping it costs."""
+        ...
+
+    def rows(self, most: int) -> tuple[Candidate, ...]:
+        """The best rows by what was compared, at most `most`, the chosen one among them. Costs are
+        those of the decision; whatever has happened since changes nothing."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteDecision:
     """Where to send a request, and why."""
@@ -256,6 +270,8 @@ class RouteDecision:
     """Does nothing where the decision came from `explain`."""
     candidates: tuple[Candidate, ...] = field(default=())
     """Filled by `explain` only: a row for each worker behind the name."""
+    basis: Basis | None = None
+    """None where nothing is kept of it."""
 
     @property
     def worker(self) -> WorkerName:
@@ -356,7 +372,18 @@ class RoutingBrain(Protocol):
         """Every name that can be asked for now, sorted."""
         ...
 
-    def workers(self) -> tuple[WorkerReport, ...]: ...
+    def workers(self, only: Sequence[WorkerName] | None = None) -> tuple[WorkerReport, ...]:
+        """A report each; of those named in `only`, in its order and as far as they are known."""
+        ...
+
+    def worker_names(self) -> tuple[WorkerName, ...]:
+        """All workers. O(workers), far cheaper than their reports."""
+        ...
+
+    def troubled(self) -> dict[WorkerName, str]:
+        """Workers that take no part, or less, for a reason of this router's own: draining, breaker,
+        ejected, busy. O(workers), cheaply: called every second."""
+        ...
 
     def drain(self, worker: WorkerName) -> None:
         """Send nothing new there until `undrain`. NotFoundError for an unknown worker."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from kvtier.core.identity import Pool
@@ -126,7 +126,11 @@ class FakeBrain:
             for name in names
         )
 
-    def workers(self) -> tuple[WorkerReport, ...]:
+    def worker_names(self) -> tuple[WorkerName, ...]:
+        return tuple(self.workers_by_name)
+
+    def workers(self, only: Sequence[WorkerName] | None = None) -> tuple[WorkerReport, ...]:
+        wanted = self.workers_by_name if only is None else only
         return tuple(
             WorkerReport(
                 worker=name,
@@ -143,7 +147,11 @@ class FakeBrain:
                 ramp=1.0,
             )
             for name, (address, models) in self.workers_by_name.items()
+            if name in wanted
         )
+
+    def troubled(self) -> dict[WorkerName, str]:
+        return dict.fromkeys(self.drained, "draining")
 
     def drain(self, worker: WorkerName) -> None:
         if worker not in self.workers_by_name:
