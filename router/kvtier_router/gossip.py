@@ -9,11 +9,12 @@ not live here: what a quota is, routing, health.
 import asyncio
 import contextlib
 import hmac
+import itertools
 import json
 import secrets
 import socket
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,8 +31,8 @@ from kvtier_router.front.tenants import Tenant, TenantBook
 
 _KEY_LABEL: Final = b"kvtier.gossip.v1"
 _MAC_BYTES: Final = 32
-_ROWS_MAX: Final = 400
-"""Tenants of one datagram."""
+_PART_BYTES_MAX: Final = 12 << 10
+"""Of rows, of orders and of homes in one datagram, which none of UDP's limits then cuts."""
 _REPEATS: Final = 8
 """A changed counter stands in so many reports."""
 _DRAINS_MAX: Final = 256
@@ -53,7 +54,9 @@ class DrainOrder:
 class _Life:
     """What another router's life has told."""
 
-    seq: int = 0
+    is_late: bool
+    """Whether it was heard for the first time long after its start: what it then says of a tenant
+    for the first time is history, of which nothing is charged."""
     totals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -101,13 +104,18 @@ class Gossip:
     def report(self) -> list[bytes]:
         """The datagrams to send now; at least one, so that a life is known before it grants."""
         self._refresh()
-        due = list(self._rows.items())
-        pages = [due[n : n + _ROWS_MAX] for n in range(0, len(due), _ROWS_MAX)] or [[]]
-        for tag, row in due:
+        rows = [(tag, row.requests, row.tokens) for tag, row in self._rows.items()]
+        for tag, row in list(self._rows.items()):
             row.left -= 1
             if row.left == 0:
                 del self._rows[tag]
-        return [self._sealed(page) for page in pages]
+        orders = [
+            (order.worker.instance, order.worker.dp_rank, order.drains, order.stamp)
+            for order in self._orders.values()
+        ]
+        parts = (_paged(rows), _paged(orders), _paged(self._homes))
+        pages = itertools.zip_longest(*parts, fillvalue="[]")
+        return [self._sealed(*page) for page in pages] or [self._sealed("[]", "[]", "[]")]
 
     def take(self, datagram: bytes) -> None:
         """Take in a datagram; whatever it is, nothing is raised."""
@@ -136,17 +144,15 @@ class Gossip:
             row = _Row(used.requests, used.tokens, _REPEATS)
             self._rows[self._tag(tenant_id)] = row
 
-    def _take_rows(self, name: str, seq: int, rows: Mapping[str, tuple[float, float]]) -> None:
+    def _take_rows(self, name: str, seq: int, rows: Sequence[tuple[str, float, float]]) -> None:
         life = self._lives.get(name)
         if life is None:
-            life = self._lives[name] = _Life(seq, {})
-            if seq > _REPEATS:  # heard for the first time, long after its start: a baseline
-                life.totals = {tag: (float(r), float(t)) for tag, (r, t) in rows.items()}
+            life = self._lives[name] = _Life(seq > _REPEATS)
             if len(self._lives) > ROUTERS_COUNT_MAX:
                 self._lives.popitem(last=False)
-        life.seq = max(life.seq, seq)
-        for tag, (requests, tokens) in rows.items():
-            known_requests, known_tokens = life.totals.get(tag, (0.0, 0.0))
+        for tag, requests, tokens in rows:
+            nothing = (float(requests), float(tokens)) if life.is_late else (0.0, 0.0)
+            known_requests, known_tokens = life.totals.get(tag, nothing)
             if requests < known_requests:
                 continue  # an older report that came late
             life.totals[tag] = (requests, tokens)
@@ -183,16 +189,25 @@ class Gossip:
         if len(self._orders) > _DRAINS_MAX:
             self._orders.popitem(last=False)
 
-    def _sealed(self, page: Sequence[tuple[str, _Row]]) -> bytes:
+    def _sealed(self, rows: str, orders: str, homes: str) -> bytes:
         self._seq += 1
-        rows = {tag: (row.requests, row.tokens) for tag, row in page}
-        orders = [
-            (order.worker.instance, order.worker.dp_rank, order.drains, order.stamp)
-            for order in self._orders.values()
-        ]
-        homes = list(self._homes)
-        body = json.dumps([self._life, self._seq, rows, orders, homes]).encode()
+        body = f'["{self._life}",{self._seq},{rows},{orders},{homes}]'.encode()
         return hmac.digest(self._key, body, "sha256") + body
+
+
+def _paged(items: Iterable[object]) -> list[str]:
+    """JSON arrays of the items, each of a size that fits a datagram."""
+    pages: list[str] = []
+    page: list[str] = []
+    page_bytes = 0
+    for item in items:
+        text = json.dumps(item)
+        if page and page_bytes + len(text) > _PART_BYTES_MAX:
+            pages.append(f"[{','.join(page)}]")
+            page, page_bytes = [], 0
+        page.append(text)
+        page_bytes += len(text) + 1
+    return [*pages, f"[{','.join(page)}]"] if page else pages
 
 
 def _worker(instance: str, rank: int) -> WorkerName:

@@ -175,7 +175,7 @@ async def serve(
             yield RunningRouter(port, admin_port, brain, front)
         finally:
             LOG.info("draining")
-            front.draining = True
+            front.draining = server.draining = True  # each answer ends its connection from now on
             await asyncio.sleep(config.drain_delay_ms / 1e3)
             await server.drain(config.drain_ms_max / 1e3)
 
@@ -337,11 +337,20 @@ def _follow(brain: RoutingBrain, worker: WorkerName, drains: bool) -> None:
 
 
 async def _tick(chores: Sequence[Callable[[], None]]) -> None:
-    """What has to be done ten times a second."""
+    """What has to be done ten times a second. One that fails is logged, once in a row, and keeps
+    neither the others nor, next time, itself from being done."""
+    failing: set[int] = set()
     while True:
         await asyncio.sleep(TICK_S)
-        for chore in chores:
-            chore()
+        for number, chore in enumerate(chores):
+            try:
+                chore()
+            except Exception as error:  # outermost edge: without deadlines all would hang one day
+                if number not in failing:
+                    LOG.exception("a chore failed", error)
+                failing.add(number)
+            else:
+                failing.discard(number)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 _RESTART_S_MIN: Final = 1.0
 _LOOK_S: Final = 0.2
 _FAILED: Final = 70
+_STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 
 RunOne = Callable[[int, int], int]
 """(number of the process, descriptor that ends with the parent) -> exit status."""
@@ -66,8 +67,7 @@ class _Family:
                 self.stop(signal.SIGTERM, None)
                 return 1
             self._pause(_RESTART_S_MIN - lived_s)
-            if not self._signals:
-                self._start(number)
+            self._start(number)
         return 0
 
     def _pause(self, seconds: float) -> None:
@@ -76,15 +76,23 @@ class _Family:
             time.sleep(_LOOK_S)
 
     def _start(self, number: int) -> None:
+        """Start a process, unless a signal has asked to stop."""
+        # A signal that comes now waits until the parent knows the child and the child is itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        if self._signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+            return
         self._started_at[number] = time.monotonic()
         pid = os.fork()
         if pid:
             self._pids[pid] = number
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             return
         status = _FAILED
         try:
-            for kind in (signal.SIGTERM, signal.SIGINT):
+            for kind in _STOPPING:
                 signal.signal(kind, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
             os.close(self._write_end)
             status = self._run_one(number, self._read_end)
         finally:
@@ -105,8 +113,7 @@ class _Family:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    wanted = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, stop) for number in wanted}
+    before = {number: signal.signal(number, stop) for number in _STOPPING}
     try:
         yield
     finally:

@@ -175,12 +175,12 @@ class Front:
             call = self._read(exchange, api, tenant)
             salt = parts.tenants.salt(tenant, call.client_salt)
             prompt = await parts.prompts.read(call, salt or "")
-            if prompt.count > self._policy.prompt_tokens_max:
+            if prompt.longest_count > self._policy.prompt_tokens_max:
                 most = self._policy.prompt_tokens_max
                 raise ParameterError(
                     Fault.CONTEXT,
                     "messages" if api is Api.CHAT else "prompt",
-                    f"the prompt has {prompt.count} tokens, at most {most} are relayed",
+                    f"the prompt has {prompt.longest_count} tokens, at most {most} are relayed",
                 )
             parts.front_metrics.prepared.observe(parts.clock() - arrived_at)
             job = Job(
@@ -241,13 +241,28 @@ class Front:
         return replace(call, model=names[0])
 
     async def _admitted(self, job: Job) -> None:
-        """Quota, queue, relay."""
+        """Quota, queue, relay. What is charged is put right as soon as it is known."""
         parts, tenant = self._parts, job.tenant
-        expected = job.prompt.count + job.call.output_tokens
-        if not parts.tenants.is_open:
-            self._take_quota(tenant, expected)
-        slot = await parts.queue.enter(tenant, expected)
-        used: int | None = None
+        expected = job.prompt.total_count + job.call.output_tokens * job.prompt.prompts_count
+        if parts.tenants.is_open:
+            await self._queued(job, expected)
+            return
+        self._take_quota(tenant, expected)
+        try:
+            await self._queued(job, expected)
+        except KvtierError:
+            if job.usage is None and not job.exchange.started:  # it brought nothing
+                parts.quotas.settle(tenant, -expected)
+            raise
+        finally:
+            used = _tokens_used(job)
+            if used is not None:
+                parts.quotas.settle(tenant, used - expected)
+
+    async def _queued(self, job: Job, expected: int) -> None:
+        """Queue, relay."""
+        parts = self._parts
+        slot = await parts.queue.enter(job.tenant, expected)
         try:
             async with asyncio.timeout(self._policy.request_s_max):
                 attributes = {"kvtier.model": job.call.model, "kvtier.api": job.call.api.value}
@@ -257,15 +272,11 @@ class Front:
                     if job.decision is not None:
                         span.set("kvtier.worker", job.decision.worker.instance)
                     span.set("kvtier.attempts", job.attempts)
-            if job.usage is not None:
-                used = job.usage.prompt_tokens + job.usage.completion_tokens
         except TimeoutError:
             raise DeadlineError("the request took too long") from None
         finally:
-            slot.tokens_used = used
+            slot.tokens_used = _tokens_used(job)
             parts.queue.leave(slot)
-            if used is not None and not parts.tenants.is_open:
-                parts.quotas.settle(tenant, used - expected)
 
     def _take_quota(self, tenant: Tenant, tokens_count: int) -> None:
         try:
@@ -312,10 +323,19 @@ def _cut(job: Job | None, exchange: Exchange, why: str) -> int:
     """The status that a client has seen of an answer that nobody will end; 0: none."""
     if job is None:
         return 0
+    if job.is_whole:
+        return job.status
     job.error = job.error or why
     if not job.status and exchange.started:
         job.status = 200
     return job.status
+
+
+def _tokens_used(job: Job) -> int | None:
+    """What a request has cost as far as it is known: nothing where a worker refused it."""
+    if job.usage is not None:
+        return job.usage.prompt_tokens + job.usage.completion_tokens
+    return 0 if job.status >= 400 else None
 
 
 def _may_use(tenant: Tenant, model: str) -> bool:

@@ -62,7 +62,7 @@ class AttemptPlan:
     headers: Headers
     """To put into the client's header beside those of the worker."""
     first_byte: Callable[[float], None]
-    """Told once, with the seconds since the request was sent."""
+    """Told once, with the seconds since the request was sent; not of an error."""
 
 
 class Attempt:
@@ -88,7 +88,16 @@ class Attempt:
         """The connection that will carry it; a slow client slows it down."""
         self._connection = connection
         self._sent_at = self._clock()
-        self._exchange.connection.on_pressure = connection.pause
+        client = self._exchange.connection
+        client.on_pressure = connection.pause
+        if client.under_pressure:
+            connection.pause(True)
+
+    @property
+    def whole(self) -> Streamed | None:
+        """The answer, where all of it has gone to the client and only its end is still to come."""
+        filtered = self.filter
+        return Streamed(filtered.usage) if filtered is not None and filtered.is_done else None
 
     def abort(self) -> None:
         """Let the worker know at once that nobody listens any more."""
@@ -107,7 +116,8 @@ class Attempt:
     def on_body(self, data: bytes) -> None:
         if not self._heard:
             self._heard = True
-            self._plan.first_byte(self._clock() - self._sent_at)
+            if self._head is not None and self._head.status < 400:  # an error computed no prompt
+                self._plan.first_byte(self._clock() - self._sent_at)
         if self.filter is not None:
             self._stream(self.filter, data)
         elif self._relays:
@@ -179,7 +189,8 @@ class Attempt:
         self._parts.clear()
 
     def _break(self, error: UpstreamError) -> None:
-        self._set(Broken(error, self._exchange.started))
+        whole = self.whole  # lost between [DONE] and the end of its body
+        self._set(Broken(error, self._exchange.started) if whole is None else whole)
 
     def _set(self, outcome: Outcome) -> None:
         self._exchange.connection.on_pressure = None  # the upstream connection is another's soon

@@ -51,12 +51,31 @@ class PromptTokens:
     tokens: TokenIds
     kind: PromptKind
     model: TextModel | None = None
-    is_whole: bool = True
-    """Whether these are all tokens of the request: not the first prompt of several."""
+    others: tuple[int, ...] = ()
+    """Token counts of the prompts after the first, where a request has several."""
 
     @property
     def count(self) -> int:
         return len(self.tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all tokens of the request: not the first prompt of several."""
+        return not self.others
+
+    @property
+    def prompts_count(self) -> int:
+        return 1 + len(self.others)
+
+    @property
+    def total_count(self) -> int:
+        """Tokens of all prompts."""
+        return len(self.tokens) + sum(self.others)
+
+    @property
+    def longest_count(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(self.tokens), *self.others) if self.others else len(self.tokens)
 
 
 NO_PROMPT: Final = PromptTokens(_EMPTY, PromptKind.TEXT)
@@ -110,12 +129,26 @@ def _ending(chat: ChatRequest) -> Ending:
 
 
 def _completion(completion: CompletionRequest, model: TextModel | None, scope: str) -> PromptTokens:
-    """Of the first prompt: the others of a list share their beginning or nothing."""
-    prompt: Prompt = completion.prompts[0]
-    is_whole = len(completion.prompts) == 1
+    """The first prompt, and how long the others of a list are: those share their beginning with it
+    or nothing, so they are not routed by."""
+    first, *others = completion.prompts
+    is_text = model is None and not isinstance(first, list)
+    return PromptTokens(
+        _tokens(first, model, scope),
+        PromptKind.TEXT if is_text else PromptKind.TOKENS,
+        model,
+        tuple(
+            [
+                len(other) if isinstance(other, list) else len(_tokens(other, model, scope))
+                for other in others
+            ]
+        ),
+    )
+
+
+def _tokens(prompt: Prompt, model: TextModel | None, scope: str) -> TokenIds:
     if isinstance(prompt, list):
-        return PromptTokens(np.array(prompt, dtype=np.uint32), PromptKind.TOKENS, model, is_whole)
+        return np.array(prompt, dtype=np.uint32)
     if model is None:
-        return PromptTokens(pseudo_tokens(prompt), PromptKind.TEXT, None, is_whole)
-    tokens = model.encode(prompt, SpecialTokens.ADD, scope)
-    return PromptTokens(tokens, PromptKind.TOKENS, model, is_whole)
+        return pseudo_tokens(prompt)
+    return model.encode(prompt, SpecialTokens.ADD, scope)

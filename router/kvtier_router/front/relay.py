@@ -103,6 +103,10 @@ class Job:
     error: str = ""
     attempts: int = 0
     decision: RouteDecision | None = None
+    is_whole: bool = False
+    """Whether the client had everything when it left."""
+    is_stream: bool = False
+    """Whether the client reads events."""
     ttft_s: float | None = None
     usage: openai_usage.Usage | None = None
     resumed: int = 0
@@ -237,9 +241,15 @@ class Relay:
                 outcome = await self._send(attempt, decision, request, fresh=True)
             settled = True
         finally:
+            job.is_stream = job.is_stream or attempt.filter is not None
             if not settled:
+                whole = attempt.whole  # before it is given up, with what it knows
                 attempt.abort()
-                placement.failed(FailureKind.CANCELLED)
+                if whole is None:
+                    placement.failed(FailureKind.CANCELLED)
+                else:  # a client that closes at [DONE] has its answer
+                    self._report(job, decision, whole, parts.clock() - sent_at)
+                    job.status, job.is_whole = 200, True
         self._report(job, decision, outcome, parts.clock() - sent_at)
         filtered = attempt.filter
         kept = filtered.kept if isinstance(filtered, PlainFilter | ResumedFilter) else None
@@ -385,9 +395,8 @@ class Relay:
 
     def _end_broken(self, job: Job, broken: Broken) -> None:
         """The client has a part of the answer and cannot get the rest."""
-        filtered_stream = job.call.stream
         job.status = 200
-        if not filtered_stream:
+        if not job.is_stream:
             job.exchange.abort()
             return
         job.exchange.send(error_event(broken.error))
@@ -416,7 +425,9 @@ class Relay:
         """Answer with an error, as far as the client can still be told."""
         job.error = job.error or type(error).__name__
         if job.exchange.started:
-            if not job.exchange.finished:
+            if job.is_whole:
+                job.exchange.finish()
+            elif not job.exchange.finished:
                 self._end_broken(job, Broken(UpstreamError(Loss.RESET), was_heard=True))
             return
         job.status = error.http_status

@@ -17,6 +17,7 @@ import httptools
 
 from kvtier.errors import CallerError
 from kvtier.telemetry.logs import EventLog
+from kvtier_router.web.closing import SETTLE_S, begin_no_more
 from kvtier_router.web.values import (
     JSON,
     Head,
@@ -495,6 +496,7 @@ class HttpServer:
         self._connections: set[ServerConnection] = set()
         self._by_client: Counter[str] = Counter()
         self._listeners: list[asyncio.Server] = []
+        self._bound: list[socket.socket] = []
 
     @property
     def connections_count(self) -> int:
@@ -511,13 +513,17 @@ class HttpServer:
             ssl_handshake_timeout=None if tls is None else self.limits.header_ms_max / 1e3,
         )
         self._listeners.append(listener)
+        self._bound.append(bound)
 
     async def drain(self, grace_s: float) -> None:
         """Accept nothing new, end idle connections, let answers end; cut what is left after
         `grace_s`. Requests that arrive meanwhile on open connections are still answered."""
+        self.draining = True
+        for bound in self._bound:
+            begin_no_more(bound)
+        await asyncio.sleep(min(SETTLE_S, grace_s))
         for listener in self._listeners:
             listener.close()
-        self.draining = True
         deadline = self.clock() + grace_s
         self.closes_idle = True
         while self._connections and self.clock() < deadline:

@@ -199,6 +199,10 @@ class Worker:
             if (body.get("stream_options") or {}).get("include_usage"):
                 await send({**frame, "choices": [], "usage": self.usage(prompt, most)})
             await response.write(b"data: [DONE]\n\n")
+            await asyncio.sleep(self.behaviour.get("linger", 0.0))
+            if self.behaviour.get("cut") == "end":
+                await asyncio.sleep(0.05)
+                self.end_if(request, "end")
             await response.write_eof()
         except (asyncio.CancelledError, ConnectionResetError):
             self.cancelled += 1

@@ -182,6 +182,44 @@ def test_a_client_that_leaves_ends_its_generation_at_once(rig: Rig) -> None:
     assert {"status=200", "error=left"} <= set(line.split())
 
 
+def request_line(rig: Rig, request_id: str) -> set[str]:
+    """The fields of a request's line in the log, waited for."""
+    router = rig.router
+    assert router is not None
+    mark = f" id={request_id} "
+    eventually(lambda: mark in router.log_text(), 5.0, "its line is written")
+    return set(next(line for line in router.log_text().splitlines() if mark in line).split())
+
+
+def test_a_client_that_leaves_with_its_whole_answer_had_one(calm: Rig) -> None:
+    for worker in calm.workers:
+        worker.behave(linger=30.0)
+    body = json.dumps({"model": "mock", "prompt": "a", "stream": True, "max_tokens": 3})
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: whole\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    client = calm.connect()
+    client.sendall(head.encode() + body.encode())
+    heard = b""
+    while b"[DONE]" not in heard:
+        heard += client.recv(65536)
+    client.close()
+    assert {"status=200", 'error=""'} <= request_line(calm, "whole")
+
+
+def test_a_stream_whose_worker_is_lost_after_done_is_whole(calm: Rig) -> None:
+    calm.workers[0].behave(cut="end")
+    lost = calm.metric("kvtier_router_upstream_losses_total")
+    answers = [calm.chat(**LONG) for _ in range(2)]
+    for answer in answers:
+        chunks = events(answer.body)
+        assert chunks.count("[DONE]") == 1
+        assert chunks[-1] == "[DONE]"
+        assert len([chunk for chunk in chunks[:-1] if chunk.get("usage")]) == 1
+    assert calm.metric("kvtier_router_upstream_losses_total") == lost
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bug_is_answered_counted_and_logged_as_one(rig: Rig, stream: bool) -> None:
     rig.start_workers(1)

@@ -106,6 +106,46 @@ def test_a_repeated_or_late_report_charges_nothing_twice(tmp_path: Path) -> None
     assert other.granted == 6
 
 
+def test_who_joins_late_charges_no_history(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, tenant("acme", "key", more="requests_per_s = 1\nrequests_burst = 9"))
+    now = [0.0]
+    one, late = Router(path, now), Router(path, now)
+    for second in range(40):
+        now[0] = float(second)
+        one.ask()
+        one.gossip.report()
+    for _ in range(8):
+        one.gossip.report()
+    late.gossip.take(one.gossip.report()[0])  # the tenant has not been heard of for a while
+    for _ in range(2):
+        one.ask()
+        for datagram in one.gossip.report():
+            late.gossip.take(datagram)
+    for _ in range(9):
+        late.ask()
+    assert late.granted == 8
+
+
+def test_a_report_of_whatever_size_travels_in_datagrams(tmp_path: Path) -> None:
+    rows = [tenant(f"tenant-{n}", f"key-{n}") for n in range(1000)]
+    path = keys_file(tmp_path, *rows)
+    one, other = Router(path, [0.0]), Router(path, [0.0])
+    for name, known in one.book.tenants().items():
+        one.desk.take(known, 10)
+        one.gossip.order(WorkerName(InstanceId(f"{name}-{'w' * 200}")), True)
+    scope = ScopeId("tenant:acme")
+    for number in range(256):
+        worker = WorkerName(InstanceId(f"{number}-{'w' * 200}"))
+        one.homes.learn(scope, json.dumps({"id": f"resp_{number}"}).encode(), worker)
+    datagrams = one.gossip.report()
+    assert max(map(len, datagrams)) <= 48 << 10
+    for datagram in datagrams:
+        other.gossip.take(datagram)
+    assert other.gossip.refused == 0
+    assert all(other.homes.find(scope, f"resp_{number}") for number in range(256))
+    assert len(other.orders) == 256
+
+
 def test_the_newest_order_about_a_worker_counts(tmp_path: Path) -> None:
     path = keys_file(tmp_path, tenant("acme", "key"))
     one, other = Router(path, [0.0]), Router(path, [0.0])

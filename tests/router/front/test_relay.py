@@ -189,3 +189,23 @@ def test_alien_request_ids_are_replaced_and_good_ones_kept(calm: Rig) -> None:
     long = calm.call("POST", "/v1/completions", body, headers={"x-request-id": "a b" * 90})
     assert " " not in long.headers["x-request-id"]
     assert json.loads(long.body)
+
+
+@pytest.mark.parametrize(("given", "sent"), [("1", "1"), ("yes\t1", None), (None, None)])
+def test_a_wish_to_have_usage_explained_goes_upstream(
+    calm: Rig, given: str | None, sent: str | None
+) -> None:
+    headers = {} if given is None else {"x-kvtier-explain": given}
+    body = {"model": "mock", "prompt": "a", "max_tokens": 1}
+    assert calm.call("POST", "/v1/completions", body, headers=headers).status == 200
+    assert last(calm)["headers"].get("x-kvtier-explain") == sent
+
+
+def test_the_longest_prompt_of_a_list_counts(rig: Rig) -> None:
+    rig.start_workers(1)
+    rig.start_router("--prompt-tokens-max=20")
+    assert rig.complete(prompt=[[1] * 20, [2] * 20], max_tokens=1).status == 200
+    for prompt in ([[1], [2] * 21], ["a", "b c " * 21]):
+        refused = rig.complete(prompt=prompt, max_tokens=1)
+        assert refused.status == 400
+        assert refused.json["error"]["code"] == "context_length_exceeded"

@@ -122,6 +122,30 @@ def test_a_quota_answers_429_with_the_time_to_wait(rig: Rig) -> None:
     assert rig.call("POST", "/v1/completions", BODY, headers=as_key("key-free")).status == 200
 
 
+def test_a_quota_of_tokens_counts_every_prompt_and_choice_and_gives_back_what_was_not_used(
+    rig: Rig,
+) -> None:
+    (worker,) = rig.start_workers(1)
+    quota = "tokens_per_s = 0.001\ntokens_burst = 100"
+    names = ("lists", "choices", "refused", "answered")
+    keys_file(rig.directory, *(tenant(name, name, more=quota) for name in names))
+    start(rig)
+
+    def status(name: str, **fields: object) -> int:
+        body = {"model": "mock", "max_tokens": 1, **fields}
+        return rig.call("POST", "/v1/completions", body, headers=as_key(name)).status
+
+    assert status("lists", prompt=[[1] * 30] * 4) == 413
+    assert status("lists", prompt=[[1] * 30] * 3) == 200
+    assert status("choices", prompt=[1] * 30, max_tokens=40, n=2) == 413
+    assert status("choices", prompt=[1] * 30, max_tokens=30, n=2) == 200
+    assert [status("answered", prompt=[1] * 20) for _ in range(5)] == [200] * 4 + [429]
+    worker.behave(status=400)
+    assert {status("refused", prompt=[1] * 60) for _ in range(5)} == {400}
+    worker.behave()
+    assert status("refused", prompt=[1] * 60) == 200
+
+
 def test_each_worker_is_shown_its_own_credential(rig: Rig) -> None:
     workers = rig.start_workers(2)
     tokens = rig.directory / "tokens.toml"

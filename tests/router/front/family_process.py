@@ -1,0 +1,19 @@
+"""A family of processes that serve nothing: `family_process.py COUNT`, for tests of signals."""
+
+import os
+import signal
+import sys
+
+from kvtier_router.processes import supervise
+
+
+def run_one(number: int, parent: int) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    os.read(parent, 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.exit(supervise(int(sys.argv[1]), run_one))
