@@ -132,8 +132,6 @@ def test_every_module_says_what_it_is_and_fits_a_sitting(path: Path) -> None:
 UNIMPORTED = {
     "kvtier.core.naive_index": "the oracle of the prefix index, shipped beside it",
     "kvtier.core.engine_keys": "public: foreign engines' hashes; the bridge will import it",
-    "kvtier.core.engine_holdings": "for the bridge, which is being built",
-    "kvtier.core.engine_sequence": "for the bridge, which is being built",
     "kvtier.core.replay": "public: simulate a policy on a trace",
     "kvtier.engines.vllm.connector": "loaded by vLLM, by name",
     "kvtier.local.converting": "a process of its own, started by name",

@@ -211,6 +211,11 @@ class SequenceTracker:
         self._replay = None
         self._drop_held()
 
+    def probe(self, now: float) -> list[Action]:
+        """Nothing was heard for long: ask whether the last message is still the last one."""
+        is_free = self._is_linked and self._replay is None
+        return self._ask(now) if is_free and self._config.has_replay else []
+
     # ---- messages
 
     def live(self, seq: int, payload: bytes, now: float) -> list[Action]:

@@ -481,8 +481,15 @@ def some_text(config_class: type[Root], setting: config.Setting, tmp_path: Path)
         secret = tmp_path / "secret"
         secret.write_text("s3cret of a cluster", encoding="utf-8")
         return str(secret)
-    if setting.path[-1] in {"bind", "metrics_bind", "admin_bind", "targets", "sentinels", "peers"}:
+    addresses = {"bind", "metrics_bind", "admin_bind", "targets", "sentinels", "peers", "http"}
+    if setting.path[-1] in addresses:
         return "127.0.0.1:7"
+    if setting.key in {"engine.events", "engine.replay"}:
+        return "tcp://127.0.0.1:7"
+    if setting.path[0] == "model" and setting.path[-1].endswith(("_digest", "namespace")):
+        return "ab" * 32
+    if setting.key == "model.adapters":
+        return f"{'ab' * 32}:1:name"
     if setting.path[-1] == "quotas":
         return "dram:1:tenant:acme"
     if issubclass(setting.kind, enum.Enum):

@@ -123,3 +123,16 @@ def removed(hashes: Sequence[bytes | int], **more: Any) -> BlockRemoved:
 def raw(value: Any) -> bytes:
     """Any value as msgpack."""
     return _ENCODER.encode(value)
+
+
+def as_old(event: Any) -> Any:
+    """The same event as an array of before vLLM 0.23."""
+    match event:
+        case BlockStored():
+            names = OldBlockStored.__struct_fields__
+            return OldBlockStored(*(getattr(event, name) for name in names))
+        case BlockRemoved():
+            return OldBlockRemoved(event.block_hashes, event.medium)
+        case AllBlocksCleared():
+            return OldAllBlocksCleared()
+    return event

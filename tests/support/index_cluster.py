@@ -247,7 +247,12 @@ async def channel_to(address: str) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def fleet_view(channel: grpc.aio.Channel) -> dict[str, HolderView]:
-    """Instance -> holder, read over `Snapshot` without following."""
+    """Instance -> holder, of fleets whose workers have one rank each."""
+    return {instance: view for (instance, _), view in (await ranks_view(channel)).items()}
+
+
+async def ranks_view(channel: grpc.aio.Channel) -> dict[tuple[str, int], HolderView]:
+    """(Instance, dp rank) -> holder, read over `Snapshot` without following."""
     described: dict[int, pb.Holder] = {}
     found: dict[int, dict[int, dict[Tier, list[U64]]]] = {}
     is_complete = False
@@ -267,7 +272,7 @@ async def fleet_view(channel: grpc.aio.Channel) -> dict[str, HolderView]:
                 is_complete = True
     assert is_complete, "the snapshot ended early"
     return {
-        holder.hello.instance: HolderView(
+        (holder.hello.instance, holder.hello.dp_rank): HolderView(
             epoch=holder.hello.epoch,
             hidden=holder.hidden,
             trust=holder.trust,

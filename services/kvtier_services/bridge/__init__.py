@@ -1,0 +1,7 @@
+"""Sidecar of a foreign engine: its KV events become KVEvents with an epoch, snapshots and recovery.
+
+    engine ── ZMQ ──▶ sockets ──▶ rank: sequence, holdings ──▶ publisher ──▶ every index
+                                        └──▶ memory (disk)
+
+What must not live here: decisions (`kvtier.core.engine_*`), wire formats (`kvtier.engines.events`).
+"""

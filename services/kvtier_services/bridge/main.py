@@ -1,0 +1,105 @@
+"""`kvtier bridge`: read configuration, build, follow, drain.
+
+What must not live here: decisions, sockets.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final, TextIO
+
+from kvtier.config import describe, load
+from kvtier.core.encoding import Symbol, Value, digest
+from kvtier.core.model_card import ModelCard
+from kvtier.errors import BackendError
+from kvtier.telemetry.logs import EventLog
+from kvtier.telemetry.service import Service, open_telemetry
+from kvtier_services.bridge import metrics as table
+from kvtier_services.bridge.config import BridgeConfig
+from kvtier_services.bridge.follower import Follower, Speaking
+from kvtier_services.bridge.memory import BridgeMemory, open_memory
+from kvtier_services.bridge.publishing import Identity, Speaker
+
+LOG: Final = EventLog("kvtier_services.bridge")
+_MEMORY_DOMAIN: Final = "kvtier.bridge-memory.v1"
+_LOOK_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunningBridge:
+    """A bridge, for tests that run it inside their own process."""
+
+    follower: Follower
+    memory: BridgeMemory
+    page_port: int | None
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    config: BridgeConfig, log: TextIO, fenced: Callable[[], None] = lambda: None
+) -> AsyncIterator[RunningBridge]:
+    """Follow the engine while entered; then save, and say goodbye. Needs a running loop.
+
+    `fenced` is called, on any thread, when another bridge speaks for this engine.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        made: list[Follower] = []
+        service = Service("bridge", table.DEFINITIONS, lambda: all(one.is_alive for one in made))
+        telemetry = await stack.enter_async_context(open_telemetry(config.telemetry, service, log))
+        card = await asyncio.to_thread(config.model.card)
+        memory = stack.enter_context(
+            open_memory(
+                config.memory.data_dir, _identity(config, card), config.memory.file_bytes_max
+            )
+        )
+        speaker = Speaker(Identity(config, card, socket.gethostname()), config.index, fenced)
+        stack.push_async_callback(asyncio.to_thread, speaker.close)
+        speaking = Speaking(speaker.join, speaker.leave)
+        follower = await asyncio.to_thread(Follower, config, card, memory, speaking, time.monotonic)
+        made.append(follower)
+        table.read_from(telemetry.metrics, follower, memory, speaker)
+        follower.start()
+        stack.push_async_callback(asyncio.to_thread, follower.stop)
+        LOG.info("following", engine=config.engine.kind.value, events=config.engine.events)
+        yield RunningBridge(follower, memory, telemetry.page_port)
+
+
+def _identity(config: BridgeConfig, card: ModelCard) -> bytes:
+    """What hashes on disk mean: another model, adapter or engine gives them another meaning."""
+    fields: dict[int, Value] = {1: card.digest(), 2: Symbol(config.engine.kind.value)}
+    return digest(_MEMORY_DOMAIN, fields)
+
+
+async def run(config: BridgeConfig) -> None:
+    """Follow until SIGTERM or SIGINT, or until another bridge speaks for this engine."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+
+    def fenced() -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    async with serve(config, sys.stderr, fenced) as running:
+        while not stop.is_set() and running.follower.is_alive:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await stop.wait()
+        LOG.info("stopping")
+        if not running.follower.is_alive:
+            raise BackendError("the thread that follows the engine ended by itself")
+
+
+def command(argv: list[str]) -> int:
+    """Entry point of `kvtier bridge`."""
+    loaded = load(BridgeConfig, argv)
+    if loaded.print_only:
+        sys.stdout.write(describe(loaded))
+        return 0
+    asyncio.run(run(loaded.config))
+    return 0

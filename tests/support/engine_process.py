@@ -1,0 +1,157 @@
+"""A foreign engine as a process of its own: speaks vLLM's ZMQ protocol, obeys its test.
+
+    python -m tests.support.engine_process SPEC.json
+
+Per rank a publisher as vLLM 0.33.0 has one (`ZmqEventPublisher`): PUB for events, ROUTER for its
+ring of the last ones, both served by one thread that sends, then keeps, and answers between. It
+listens on a Unix socket for commands, one JSON object a line. What must not live here: a model, our
+decoders.
+"""
+
+import base64
+import json
+import queue
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvtier.core.identity import AdapterRef, Pool
+from tests.support import engine_wire as wire
+from tests.support.fake_engine import EngineCache, Prompt
+
+END = (-1).to_bytes(8, "big", signed=True)
+_IDLE_S = 0.02
+
+
+class Rank:
+    """One rank: its blocks and its publisher."""
+
+    def __init__(self, context: "zmq.Context[Any]", spec: dict[str, Any], number: int) -> None:
+        pool = Pool(spec["model_id"], spec["revision"], spec["block_tokens"])
+        self.cache = EngineCache(pool, spec["blocks"], spec["seed"], spec["int_hashes"])
+        self._number = number
+        self._is_old = spec["is_old"]
+        self._topic = spec["topic"].encode()
+        self._ring: deque[tuple[int, bytes]] = deque(maxlen=spec["ring"])
+        self._events = context.socket(zmq.PUB)
+        self._events.bind(f"tcp://127.0.0.1:{spec['events_port'] + number}")
+        self._replay = context.socket(zmq.ROUTER)
+        self._replay.bind(f"tcp://127.0.0.1:{spec['replay_port'] + number}")
+        self._queue: queue.Queue[tuple[bytes, bool, threading.Event]] = queue.Queue()
+        self._next_seq = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def publish(self, events: list[Any], *, heard: bool) -> None:
+        """One batch; returns once it is sent, or, unless `heard`, lost on its way."""
+        said = [wire.as_old(event) for event in events] if self._is_old else events
+        self.publish_raw(wire.encoded(*said, ts=time.time(), dp_rank=self._number), heard=heard)
+
+    def publish_raw(self, payload: bytes, *, heard: bool) -> None:
+        done = threading.Event()
+        self._queue.put((payload, heard, done))
+        assert done.wait(10)
+
+    def _run(self) -> None:
+        while True:
+            if self._replay.poll(0):
+                self._answer()
+            try:
+                payload, heard, done = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                continue
+            seq, self._next_seq = self._next_seq, self._next_seq + 1
+            if heard:
+                self._events.send_multipart([self._topic, seq.to_bytes(8, "big"), payload])
+            self._ring.append((seq, payload))
+            done.set()
+
+    def _answer(self) -> None:
+        frames = self._replay.recv_multipart()
+        if len(frames) != 3:
+            return
+        client, _, start = frames
+        topic = [] if self._is_old else [self._topic]
+        no_topic = [] if self._is_old else [b""]
+        for seq, payload in self._ring:
+            if seq >= int.from_bytes(start, "big"):
+                number = seq.to_bytes(8, "big")
+                self._replay.send_multipart([client, b"", *topic, number, payload])
+        self._replay.send_multipart([client, b"", *no_topic, END, b""])
+
+
+class Commands:
+    """One method a command; what it returns is the answer."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        self._ranks = [Rank(context, spec, number) for number in range(spec["ranks"])]
+        self._block_tokens = spec["block_tokens"]
+        self._adapters = {
+            name: AdapterRef(bytes.fromhex(digest), generation)
+            for name, (digest, generation) in spec["adapters"].items()
+        }
+
+    def ping(self) -> bool:
+        return True
+
+    def run(self, chain: int, blocks: int, rank: int = 0, **more: Any) -> bool:
+        """Compute a prompt of so many blocks. `more`: salt, adapter, twice, heard."""
+        tokens = tuple(1000 * chain + n for n in range(blocks * self._block_tokens))
+        adapter = more.get("adapter")
+        ref = None if adapter is None else self._adapters.get(adapter)
+        prompt = Prompt(tokens, more.get("salt"), adapter, ref)
+        one = self._ranks[rank]
+        events = one.cache.run(prompt, side_by_side=more.get("twice", False))
+        one.publish(events, heard=more.get("heard", True))
+        return True
+
+    def evict(self, count: int, rank: int = 0, heard: bool = True) -> bool:
+        one = self._ranks[rank]
+        one.publish(one.cache.evict(count), heard=heard)
+        return True
+
+    def clear(self, rank: int = 0) -> bool:
+        one = self._ranks[rank]
+        one.publish(one.cache.clear(), heard=True)
+        return True
+
+    def say(self, payload: str, rank: int = 0) -> bool:
+        """Publish any bytes."""
+        self._ranks[rank].publish_raw(base64.b64decode(payload), heard=True)
+        return True
+
+    def truth(self, rank: int = 0) -> list[int]:
+        """What is held: prefix hashes, sorted."""
+        return sorted(self._ranks[rank].cache.held())
+
+
+def serve(listener: socket.socket, commands: Commands) -> None:
+    """Answer one connection after another, for ever."""
+    while True:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rwb") as lines:
+            for line in lines:
+                asked = json.loads(line)
+                answer = getattr(commands, asked.pop("do"))(**asked)
+                lines.write(json.dumps(answer).encode() + b"\n")
+                lines.flush()
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    commands = Commands(spec)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        Path(spec["control"]).unlink(missing_ok=True)
+        listener.bind(spec["control"])
+        listener.listen(8)
+        serve(listener, commands)
+
+
+if __name__ == "__main__":
+    main()
