@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: help setup check format test test-fast sanitize bench demo proto clean
+.PHONY: help setup check format test test-fast sanitize bench demo demo-wheel proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,15 @@ bench: setup ## every bench of the project
 
 demo: setup ## the main job on a real model, phase by phase: a table, kvtier-demo/demo.json and demo.png
 	$(BIN)/kvtier demo
+
+FROM_WHEEL := build/demo-wheel
+demo-wheel: setup ## the same from a wheel in an empty environment and home: no clone, no compiler
+	rm -rf $(FROM_WHEEL) && mkdir -p $(FROM_WHEEL)/home
+	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir $(FROM_WHEEL)
+	$(PYTHON) -m venv $(FROM_WHEEL)/env
+	$(FROM_WHEEL)/env/bin/python -m pip install --quiet "torch==2.13.0"
+	$(FROM_WHEEL)/env/bin/python -m pip install --quiet "$$(ls $(FROM_WHEEL)/kvtier-*.whl)[demo]"
+	cd $(FROM_WHEEL) && HOME="$$PWD/home" env/bin/kvtier demo
 
 clean: ## remove what was built (keeps .venv)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -242,6 +242,8 @@ CHOICES_COUNT_MAX: Final = 128
 # A cluster on one machine
 LOCAL_WORKERS_COUNT_MAX: Final = 64
 """Workers that `kvtier up` starts."""
+LOCAL_ROUTERS_COUNT_MAX: Final = 16
+"""Routers that `kvtier up` starts."""
 
 # Foreign engines' events
 ENGINE_PAYLOAD_BYTES_MAX: Final = 16 << 20

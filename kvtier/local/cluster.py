@@ -45,18 +45,21 @@ class RunningCluster:
         return {one.name: one.address for one in self.plan.services if one.kind is kind}
 
     async def until_seen(self) -> None:
-        """Wait until the router sends requests to every worker; at most 20 s, then go on."""
+        """Wait until every router sends requests to every worker; at most 20 s, then go on."""
         wanted = set(self.addresses(Kind.WORKER))
         until = time.monotonic() + _FLEET_S_MAX
-        while self.plan.admin and time.monotonic() < until:
-            if wanted <= await asyncio.to_thread(self._eligible):
-                return
-            await asyncio.sleep(_FLEET_LOOK_S)
+        for name in self.addresses(Kind.ROUTER):
+            admin = self.plan.metrics.get(name, "")
+            while admin and not admin.startswith("unix:") and time.monotonic() < until:
+                if wanted <= await asyncio.to_thread(_eligible, admin):
+                    break
+                await asyncio.sleep(_FLEET_LOOK_S)
 
-    def _eligible(self) -> set[str]:
-        told = http_json(self.plan.admin, "/fleet")
-        workers = told.get("workers", []) if isinstance(told, dict) else []
-        return {one["worker"] for one in workers if one.get("state") == "candidate"}
+
+def _eligible(admin: str) -> set[str]:
+    told = http_json(admin, "/fleet")
+    workers = told.get("workers", []) if isinstance(told, dict) else []
+    return {one["worker"] for one in workers if one.get("state") == "candidate"}
 
 
 @contextlib.asynccontextmanager

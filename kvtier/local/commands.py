@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError, DeadlineError
-from kvtier.local.cluster import curl_line, running
+from kvtier.local.cluster import RunningCluster, curl_line, running
 from kvtier.local.directory import DataDirectory
 from kvtier.local.display import status_table
 from kvtier.local.plan import Places, Plan, make_plan, port_names, show
@@ -110,7 +110,7 @@ async def _up(cluster: Cluster) -> int:
     try:
         async with running(cluster) as found:
             asking.kill = found.supervisor.kill
-            _welcome(found.plan.endpoint, found.models, cluster.config.directory)
+            _welcome(found, cluster.config.directory)
             await asking.stop.wait()
     except asyncio.CancelledError:
         if not asking.stop.is_set():
@@ -140,11 +140,13 @@ class _Asking:
         self.stop.set()
 
 
-def _welcome(endpoint: str, models: Sequence[str], directory: Path) -> None:
-    model = models[0] if models else "MODEL"
+def _welcome(found: RunningCluster, directory: Path) -> None:
+    model = found.models[0] if found.models else "MODEL"
+    urls = " and ".join(f"{endpoint}/v1" for endpoint in found.plan.endpoints)
+    page = f"dashboard: http://{found.plan.admin}/ui\n" if found.plan.admin else ""
     sys.stdout.write(
-        f"\nkvtier serves {model} at {endpoint}/v1\n\n"
-        f"  {curl_line(endpoint, model)}\n\n"
+        f"\nkvtier serves {model} at {urls}\n\n"
+        f"  {curl_line(found.plan.endpoint, model)}\n\n{page}"
         f"logs: {directory / 'logs'}; stop: Ctrl-C, or kvtier down --data-dir {directory}\n"
     )
     sys.stdout.flush()

@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ _FIRST_PORT: Final = 15_000
 _LAST_PORT: Final = 31_999
 """Below the ports that the kernel gives to outgoing connections."""
 _TRIES_MAX: Final = 1_000
+_LOCK_TRIES: Final = 20
+_LOCK_PAUSE_S: Final = 0.01
 _STATE_BYTES_MAX: Final = 1 << 20
 
 
@@ -80,13 +83,12 @@ class DataDirectory:
         except OSError as error:
             raise BackendError(f"{self.root / LOCK}: {error.strerror}") from error
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _locked(lock):
                 raise UnavailableError(
                     f"a cluster runs in {self.root} already (process {self.supervisor()}): "
                     f"kvtier down --data-dir {self.root}, or take another --data-dir"
-                ) from None
+                )
+            self.forget()  # what a killed supervisor said
             os.ftruncate(lock, 0)
             os.write(lock, f"{os.getpid()}\n".encode())
             for name in ("logs", "config"):
@@ -198,6 +200,21 @@ class DataDirectory:
                 return json.loads(file.read(_STATE_BYTES_MAX))
         except (OSError, ValueError):
             return None
+
+
+def _locked(lock: int) -> bool:
+    """Take the lock of an open file; False where somebody has it.
+
+    Those who only look (`supervisor`) have it for microseconds, so they are waited for.
+    """
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def is_free(port: int) -> bool:

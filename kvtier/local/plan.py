@@ -27,7 +27,7 @@ from kvtier.local.settings import (
     without_login,
 )
 from kvtier.sections import TlsConfig, parse_address
-from kvtier_router.config import RouterConfig
+from kvtier_router.config import HttpTlsConfig, RouterConfig
 from kvtier_services.index.config import IndexConfig
 from kvtier_services.store.config import StoreConfig
 from kvtier_services.worker.config import WorkerConfig
@@ -71,13 +71,19 @@ class Plan:
     """All processes of a cluster in groups: a group starts when the one before it serves."""
 
     groups: tuple[tuple[Service, ...], ...]
-    endpoint: str
+    endpoints: tuple[str, ...]
+    """URLs of the routers, without /v1."""
     admin: str
-    """host:port of the router's admin listener; empty: none that HTTP reaches."""
+    """host:port of the first router's admin listener; empty: none that HTTP reaches."""
     effective: tuple[tuple[str, str], ...]
     """(section, its configuration as TOML, secrets masked), for `kvtier config show`."""
     metrics: Mapping[str, str]
     """host:port of each process's page of metrics, by name; those that show none are left out."""
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the first router."""
+        return self.endpoints[0]
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -104,10 +110,23 @@ def worker_names(cluster: Cluster) -> tuple[str, ...]:
     return tuple(f"worker-{number}" for number in range(1, cluster.config.workers + 1))
 
 
+def router_names(cluster: Cluster) -> tuple[str, ...]:
+    """Names of the routers; the first one's is that of a cluster with one."""
+    more = (f"router-{number}" for number in range(2, cluster.config.routers + 1))
+    return ("router", *more)
+
+
 def port_names(cluster: Cluster) -> tuple[str, ...]:
     """Everything that needs a port."""
-    fixed = ("router", "router-admin", "index", "index-metrics", "store", "store-metrics")
-    return (*fixed, *worker_names(cluster))
+    fixed = ("index", "index-metrics", "store", "store-metrics")
+    routers = router_names(cluster)
+    admins = (admin_of(name) for name in routers)
+    return (*routers, *admins, *fixed, *worker_names(cluster))
+
+
+def admin_of(router: str) -> str:
+    """Name of the port of a router's admin listener."""
+    return f"{router}-admin"
 
 
 def make_plan(cluster: Cluster, places: Places) -> Plan:
@@ -135,13 +154,15 @@ class _Planner:
             self._load(WorkerConfig, name, self._worker(name, index_at, socket))
             for name in worker_names(cluster)
         ]
-        router = self._load(RouterConfig, "router", self._router(index_at, workers[0].config))
+        routers = [
+            self._load(RouterConfig, name, self._router(name, index_at, workers[0].config))
+            for name in router_names(cluster)
+        ]
         found = [
             self._grpc("index", Kind.INDEX, index.config.listen.bind, index.config.listen.tls),
             self._grpc("store", Kind.STORE, store.config.listen.bind, store.config.listen.tls),
         ]
         waits = [index.config.drain_ms_max, 2 * store.config.drain_ms_max]
-        front = router.config.listen.tls
         groups = [
             *((self._redis(),) for _ in range(cluster.config.redis == EMBEDDED)),
             *((_patient(one, ms),) for one, ms in zip(found, waits, strict=True)),
@@ -150,23 +171,27 @@ class _Planner:
                            worker.config.listen.tls, worker.config.drain_ms_max)
                 for name, worker in zip(worker_names(cluster), workers, strict=True)
             ),
-            (
-                self._http("router", Kind.ROUTER, router.config.listen.bind, "/ready",
-                           front.files() if front else None, router.config.drain_ms_max),
+            tuple(
+                self._http(name, Kind.ROUTER, router.config.listen.bind, "/ready",
+                           _files(router.config.listen.tls), router.config.drain_ms_max)
+                for name, router in zip(router_names(cluster), routers, strict=True)
             ),
         ]  # fmt: skip
         _check_addresses([service for group in groups for service in group])
-        scheme = "http" if front is None else "https"
-        admin = router.config.admin_bind or ""
+        admins = {
+            name: router.config.admin_bind or ""
+            for name, router in zip(router_names(cluster), routers, strict=True)
+        }
+        admin = admins["router"]
         pages = {
             "index": index.config.telemetry.metrics_bind,
             "store": store.config.telemetry.metrics_bind,
             **{service.name: service.address for service in groups[-2]},
-            "router": admin,
+            **admins,
         }
         return Plan(
             groups=tuple(groups),
-            endpoint=f"{scheme}://{router.config.listen.bind}",
+            endpoints=tuple(_url(router.config) for router in routers),
             admin="" if admin.startswith("unix:") else admin,
             effective=tuple(self._effective),
             metrics={name: bind for name, bind in pages.items() if bind},
@@ -210,20 +235,20 @@ class _Planner:
             "index": {"targets": [index_at]},
         }
 
-    def _router(self, index_at: str, worker: WorkerConfig) -> Table:
-        chosen = self._cluster.config.bind
+    def _router(self, name: str, index_at: str, worker: WorkerConfig) -> Table:
+        chosen = self._cluster.config.bind if name == "router" else None
         listen = self._cluster.sections["router"].get("listen")
         if chosen is not None and isinstance(listen, dict) and "bind" in listen:
             raise ConfigError("give bind of the cluster, or listen.bind of the router, not both")
         if chosen is None:
-            chosen = self._bind("router")
+            chosen = self._bind(name)
         elif not parse_address(chosen).port:
             chosen = f"{chosen.rpartition(':')[0]}:{self._places.ports['router']}"
         directory = text_directory(worker.model.model)
         return {
             "listen": {"bind": chosen},
-            "admin_bind": self._bind("router-admin"),
-            "instance": "router",
+            "admin_bind": self._bind(admin_of(name)),
+            "instance": name,
             "index": {"targets": [index_at]},
             **({"texts": [f"*={directory}"]} if directory else {}),
         }
@@ -335,6 +360,14 @@ def _patient(service: Service, drain_ms: int) -> Service:
     return Service(service.name, service.kind, service.argv, service.probe, service.address, wait_s)
 
 
+def _files(tls: HttpTlsConfig | None) -> TlsConfig | None:
+    return None if tls is None else tls.files()
+
+
+def _url(router: RouterConfig) -> str:
+    return f"{'http' if router.listen.tls is None else 'https'}://{router.listen.bind}"
+
+
 def _check_addresses(services: Sequence[Service]) -> None:
     seen: dict[str, str] = {}
     for service in services:
@@ -342,5 +375,5 @@ def _check_addresses(services: Sequence[Service]) -> None:
         if other != service.name:
             raise ConfigError(
                 f"{other} and {service.name} would both listen on {service.address}: "
-                "leave listen.bind of workers out, and each gets a free port"
+                "leave listen.bind out where there are several, and each gets a free port"
             )

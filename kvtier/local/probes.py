@@ -3,8 +3,10 @@
 What must not live here: deadlines of a start, retries.
 """
 
+import contextlib
 import http.client
 import json
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ Probe = Callable[[], bool]
 _PROBE_S: Final = 2.0
 _OK: Final = 200
 _BODY_BYTES_MAX: Final = 1 << 20
+_PAGE_S: Final = 10.0
+_SAMPLE: Final = re.compile(r"(?P<name>[a-z_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
 
 
 def http_answer(address: str, path: str, timeout_s: float = _PROBE_S) -> tuple[int, bytes]:
@@ -50,6 +54,18 @@ def http_json(address: str, path: str) -> object:
         return json.loads(body)
     except ValueError:
         return None
+
+
+def samples(address: str, name: str) -> dict[str, float]:
+    """The samples of one metric on a page, by their labels as they stand; empty where untold."""
+    _, page = http_answer(address, "/metrics", timeout_s=_PAGE_S)
+    found = {}
+    for line in page.decode("utf-8", "replace").splitlines():
+        matched = _SAMPLE.fullmatch(line)
+        if matched is not None and matched["name"] == name:
+            with contextlib.suppress(ValueError):
+                found[matched["labels"] or ""] = float(matched["value"])
+    return found
 
 
 def grpc_serving(address: str) -> Probe:

@@ -17,7 +17,7 @@ from typing import ClassVar, Final, TypeVar, cast
 
 from kvtier.config import CONFIG_FLAG, Loaded, Root, describe, load, read_text, toml_value
 from kvtier.errors import ConfigError
-from kvtier.limits import LOCAL_WORKERS_COUNT_MAX
+from kvtier.limits import LOCAL_ROUTERS_COUNT_MAX, LOCAL_WORKERS_COUNT_MAX
 from kvtier.sections import parse_address
 
 Table = Mapping[str, object]
@@ -39,6 +39,8 @@ class ClusterConfig(Root):
 
     workers: int = 2
     """Workers, each with the model in its memory."""
+    routers: int = 1
+    """Routers, each on a port of its own: clients that try the next one lose nothing with one."""
     model: str = "smollm2"
     """smollm2, tiny, fake, a directory, or an id on the model hub."""
     redis: str = ""
@@ -57,6 +59,8 @@ class ClusterConfig(Root):
     def __post_init__(self) -> None:
         if not 1 <= self.workers <= LOCAL_WORKERS_COUNT_MAX:
             raise ConfigError(f"workers must be 1 to {LOCAL_WORKERS_COUNT_MAX}, got {self.workers}")
+        if not 1 <= self.routers <= LOCAL_ROUTERS_COUNT_MAX:
+            raise ConfigError(f"routers must be 1 to {LOCAL_ROUTERS_COUNT_MAX}, got {self.routers}")
         if not self.model:
             raise ConfigError("model must be given")
         if self.redis and self.redis != EMBEDDED and "://" not in self.redis:

@@ -37,12 +37,31 @@ def test_a_file_with_a_key_of_every_service_is_fine(
     assert told == "ok: index, store, worker-1, worker-2, worker-3, router\n"
 
 
+def test_every_router_has_a_port_of_its_own_and_the_first_the_one_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("[cluster]\nrouters = 2\nbind = '127.0.0.1:7001'\n[router]\npolicy = 'random'")
+    assert config(["show", "--config", str(file)]) == 0
+    document = tomllib.loads(capsys.readouterr().out)
+    first, second = document["router"], document["router-2"]
+    assert first["listen"]["bind"] == "127.0.0.1:7001"
+    assert second["listen"]["bind"] != first["listen"]["bind"]
+    assert second["admin_bind"] != first["admin_bind"]
+    assert second["instance"] == "router-2"
+    assert second["policy"] == "random"
+    text = "[cluster]\nrouters = 2\n[router.listen]\nbind = '127.0.0.1:7001'"
+    with pytest.raises(ConfigError, match="router and router-2 would both listen"):
+        check(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("[cluster]\nworker = 3", r"\[cluster\]: unknown key 'worker'.*'workers'"),
         ("[cluster]\nworkers = 0", "workers must be 1 to"),
         ("[cluster]\nworkers = '3'", "workers"),
+        ("[cluster]\nrouters = 0", "routers must be 1 to"),
         ("[cluster]\nredis = 'here'", "redis is `embedded` or redis://"),
         ("[stores]\nzone = 'a'", r"unknown section 'stores'; the nearest is \[store\]"),
         ("worker = 3", r"worker is a table: \[worker\]"),

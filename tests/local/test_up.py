@@ -11,6 +11,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from kvtier.local.probes import http_answer
 from tests.harness.processes import ProcessRunner
 from tests.harness.waiting import eventually
 from tests.support.local_cluster import (
@@ -65,6 +66,9 @@ def test_it_prints_where_it_serves_and_a_curl_line(cluster: LocalCluster) -> Non
 
     eventually(printed, START_S, "the endpoint is printed")
     assert "kvtier-fake" in cluster.process.log_text()
+    page = http_answer(cluster.state.admin, "/ui")
+    assert page[0] in {200, 301, 302, 308}
+    assert f"dashboard: http://{cluster.state.admin}/ui" in cluster.process.log_text()
 
 
 def test_a_second_cluster_in_the_same_directory_is_refused(cluster: LocalCluster) -> None:
@@ -132,6 +136,17 @@ def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
     pids = again.pids
     again.process.kill()
     eventually(lambda: not living(list(pids.values())), 20, "no process outlives its supervisor")
+    # What a killed supervisor leaves behind misleads nobody.
+    assert (root / "state.json").exists()
+    assert run_kvtier("status", "--data-dir", str(root)).returncode == 3
+    (root / "LOCK").write_text(f"{os.getpid()}\n")  # as if its pid were somebody else's by now
+    stopped = run_kvtier("down", "--data-dir", str(root))
+    assert stopped.returncode == 0
+    assert "no cluster runs" in stopped.stdout
+    third = start_cluster(processes, root, "third", workers=1)
+    assert third.url == url
+    assert run_kvtier("down", "--data-dir", str(root)).returncode == 0
+    assert third.process.wait(60) == 0
 
 
 def test_a_signal_in_the_midst_of_the_start_ends_what_has_begun(
@@ -161,6 +176,22 @@ def test_what_does_not_start_is_told_with_its_log_and_everything_else_ends(
     assert "store ended with status 1" in refused.stderr
     assert f"cannot listen on {address}" in refused.stderr
     assert run_kvtier("status", "--data-dir", str(root)).returncode == 3
+
+
+def test_a_process_that_keeps_ending_is_started_less_and_less_often(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    cluster = start_cluster(processes, tmp_path / "kvtier", workers=1)
+    for number in range(1, 4):
+        os.kill(cluster.pids["index"], signal.SIGKILL)
+
+        def mended(wanted: int = number) -> bool:
+            return cluster.restarts("index") == wanted and cluster.all_up()
+
+        eventually(mended, START_S, f"the index is mended {number} times")
+    told = cluster.process.log_text()
+    pauses = [line.rpartition(" in ")[2] for line in told.splitlines() if "starting again" in line]
+    assert pauses == ["0.5 s", "1 s", "2 s"]
 
 
 @dataclass(frozen=True, slots=True)

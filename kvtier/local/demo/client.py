@@ -3,23 +3,20 @@
 What must not live here: what is asked, what is expected.
 """
 
-import contextlib
 import http.client
 import json
-import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.errors import UnavailableError
 from kvtier.local.demo.chats import Message
-from kvtier.local.probes import http_answer
 from kvtier.sections import parse_address
 
 _ANSWER_S: Final = 300.0
 _LINE_BYTES_MAX: Final = 1 << 20
-_SAMPLE: Final = re.compile(r"(?P<name>[a-z_]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)")
+_TIERS: Final = ("gpu", "dram", "nvme", "redis", "peer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,15 @@ class Answer:
     tokens: tuple[Token, ...]
     ttft_s: float
     prompt_tokens: int
-    cached_tokens: int
+    reused: Mapping[str, int]
+    """Prompt tokens that were not computed, by the tier that had their KV; gpu is the worker's own
+    pool, wherever that is."""
     worker: str
     """Who answered, as the router says."""
+
+
+Asking = Callable[[str, Ask], Answer]
+"""Sends a request to the router at host:port, as `ask` does."""
 
 
 def ask(address: str, request: Ask) -> Answer:
@@ -80,7 +83,7 @@ def ask(address: str, request: Ask) -> Answer:
     connection = http.client.HTTPConnection(place.host, place.port, timeout=_ANSWER_S)
     try:
         sent_at = time.monotonic()
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "x-kvtier-explain": "1"}
         connection.request("POST", "/v1/chat/completions", request.body(), headers)
         answer = connection.getresponse()
         if answer.status != 200:
@@ -92,18 +95,6 @@ def ask(address: str, request: Ask) -> Answer:
         raise UnavailableError(f"no whole answer from {address}: {error!r}") from error
     finally:
         connection.close()
-
-
-def samples(address: str, name: str) -> dict[str, float]:
-    """The samples of one metric on a page, by their labels as they stand; empty where untold."""
-    _, page = http_answer(address, "/metrics", timeout_s=10.0)
-    found = {}
-    for line in page.decode("utf-8", "replace").splitlines():
-        matched = _SAMPLE.fullmatch(line)
-        if matched is not None and matched["name"] == name:
-            with contextlib.suppress(ValueError):
-                found[matched["labels"] or ""] = float(matched["value"])
-    return found
 
 
 def _events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -137,13 +128,13 @@ class _Reading:
             self._usage = event.get("usage") or self._usage
             for choice in event["choices"]:
                 self._add(choice)
-        details = self._usage.get("prompt_tokens_details") or {}
+        by_tier = self._usage["kvtier"]["cached_tokens"]
         return Answer(
             text="".join(self._text),
             tokens=tuple(self._tokens),
             ttft_s=self._ttft_s or 0.0,
             prompt_tokens=int(self._usage["prompt_tokens"]),
-            cached_tokens=int(details.get("cached_tokens", 0)),
+            reused={tier: int(by_tier[tier]) for tier in _TIERS},
             worker=self._worker,
         )
 

@@ -21,6 +21,7 @@ from kvtier.errors import ConfigError, UnavailableError
 from kvtier.local.cluster import RunningCluster, running
 from kvtier.local.demo import report
 from kvtier.local.demo.chats import CHATS, system_prompt
+from kvtier.local.demo.client import Asking, ask
 from kvtier.local.demo.judging import PhaseResult, judged
 from kvtier.local.demo.phases import Demo, Terms
 from kvtier.local.models import text_directory
@@ -35,30 +36,33 @@ _INTERRUPTED: Final = 130
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class Wish:
     """What was asked for."""
 
     cluster: Cluster
     out: Path
     tokens_max: int
+    asking: Asking = ask
+    """How the cluster is asked."""
 
 
 def command(argv: list[str]) -> int:
     """Entry point: exit status 1 where an answer differs or a phase missed the tier it names."""
     parser = argparse.ArgumentParser(prog="kvtier demo", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--out", default="kvtier-demo", help="directory of demo.json, demo.png")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer")
     told, rest = parser.parse_known_args(argv)
     if told.tokens < 1:
         raise ConfigError(f"--tokens must be positive, got {told.tokens}")
     with _directory(rest) as flags:
-        wish = _Wish(_cluster(flags), Path(told.out), told.tokens)
+        wish = Wish(demo_cluster(flags), Path(told.out), told.tokens)
         if wish.cluster.config.workers < 2:
             raise ConfigError("the demo needs two workers")
-        return asyncio.run(_run(wish))
+        return asyncio.run(demonstrate(wish))
 
 
-async def _run(wish: _Wish) -> int:
+async def demonstrate(wish: Wish) -> int:
+    """Run the demo on a cluster of its own, print and write what it came to; the exit status."""
     main = asyncio.current_task()
     assert main is not None
     asked = asyncio.Event()
@@ -82,16 +86,16 @@ async def _run(wish: _Wish) -> int:
         if not asked.is_set():
             raise
         return _INTERRUPTED
-    return _told(wish, results, time.monotonic() - started_at)
+    return concluded(wish, results, time.monotonic() - started_at)
 
 
-async def _phases(wish: _Wish, cluster: RunningCluster) -> list[PhaseResult]:
+async def _phases(wish: Wish, cluster: RunningCluster) -> list[PhaseResult]:
     directory = text_directory(wish.cluster.config.model)
     if directory is None or not cluster.models:
         raise UnavailableError("the demo needs a model whose tokenizer is on this machine")
     text = await asyncio.to_thread(TextModel.load, directory)
     system = system_prompt(lambda prompt: len(text.encode(prompt)))
-    terms = Terms(cluster.models[0], system, wish.tokens_max, _BLOCK_TOKENS)
+    terms = Terms(cluster.models[0], system, wish.tokens_max, wish.asking)
     turns = len(CHATS[0].questions)
     _say(
         f"\n{len(CHATS)} users, {turns} turns each, over a shared system prompt of "
@@ -100,7 +104,7 @@ async def _phases(wish: _Wish, cluster: RunningCluster) -> list[PhaseResult]:
     return await Demo(cluster, terms, lambda name: _say(f"phase: {name}")).run()
 
 
-def _told(wish: _Wish, results: Sequence[PhaseResult], took_s: float) -> int:
+def concluded(wish: Wish, results: Sequence[PhaseResult], took_s: float) -> int:
     """Print and write the results; the exit status."""
     model = wish.cluster.config.model
     wish.out.mkdir(parents=True, exist_ok=True)
@@ -128,7 +132,7 @@ def _directory(flags: Sequence[str]) -> Iterator[list[str]]:
         yield [*flags, "--data-dir", made]
 
 
-def _cluster(flags: Sequence[str]) -> Cluster:
+def demo_cluster(flags: Sequence[str]) -> Cluster:
     """The cluster of the flags, with what suits one request at a time."""
     cluster = read_cluster(flags, {"bind": "127.0.0.1:0"})
     threads = len(os.sched_getaffinity(0))

@@ -3,7 +3,7 @@
 What must not live here: requests, printing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -30,25 +30,6 @@ class Same(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """One request of a phase."""
-
-    answer: Answer
-    loaded: Mapping[str, int]
-    """Prompt tokens by tier below L1."""
-
-    @property
-    def reused(self) -> dict[str, int]:
-        """Prompt tokens by tier; none of them twice."""
-        left = self.answer.cached_tokens
-        found: dict[str, int] = {}
-        for tier, count in self.loaded.items():
-            found[tier] = min(count, left)
-            left -= found[tier]
-        return {GPU: left, **found}
-
-
-@dataclass(frozen=True, slots=True)
 class Phase:
     """A phase and what it names."""
 
@@ -62,27 +43,27 @@ class PhaseResult:
     """What a phase came to."""
 
     phase: Phase
-    served: tuple[Served, ...]
+    answers: tuple[Answer, ...]
     same: tuple[Same, ...] = field(default=())
     """One a request, once cache-off has answered too."""
 
     @property
     def ttft_first_s(self) -> float:
-        return self.served[0].answer.ttft_s
+        return self.answers[0].ttft_s
 
     @property
     def ttft_median_s(self) -> float:
-        return median(one.answer.ttft_s for one in self.served)
+        return median(one.ttft_s for one in self.answers)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(one.answer.prompt_tokens for one in self.served)
+        return sum(one.prompt_tokens for one in self.answers)
 
     @property
     def reused(self) -> dict[str, int]:
         """Prompt tokens of all requests by tier."""
         total: dict[str, int] = {}
-        for one in self.served:
+        for one in self.answers:
             for tier, count in one.reused.items():
                 total[tier] = total.get(tier, 0) + count
         return total
@@ -105,7 +86,7 @@ class PhaseResult:
 
     def complaint(self) -> str:
         """What it promised and did not keep; empty where it kept all."""
-        first = self.served[0]
+        first = self.answers[0]
         if Same.NO in self.same:
             number = self.same.index(Same.NO) + 1
             return f"{self.phase.name}: answer {number} differs from cache-off"
@@ -113,11 +94,11 @@ class PhaseResult:
             reused = sum(first.reused.values())
             return f"{self.phase.name}: {reused} tokens were reused" if reused else ""
         hit = sum(first.reused.get(tier, 0) for tier in self.phase.tiers)
-        if hit < _HIT_SHARE_MIN * first.answer.prompt_tokens:
+        if hit < _HIT_SHARE_MIN * first.prompt_tokens:
             wanted = " or ".join(self.phase.tiers)
             return (
-                f"{self.phase.name}: {hit} of {first.answer.prompt_tokens} tokens of its first "
-                f"prompt came from {wanted}, by tier: {first.reused}"
+                f"{self.phase.name}: {hit} of {first.prompt_tokens} tokens of its first "
+                f"prompt came from {wanted}, by tier: {dict(first.reused)}"
             )
         return ""
 
@@ -137,15 +118,12 @@ def compared(answer: Answer, cache_off: Answer) -> Same:
 
 def judged(results: Sequence[PhaseResult]) -> list[PhaseResult]:
     """Every phase with its answers held against those of the last one, cache-off."""
-    off = results[-1].served
+    off = results[-1].answers
     return [
         PhaseResult(
             one.phase,
-            one.served,
-            tuple(
-                compared(mine.answer, other.answer)
-                for mine, other in zip(one.served, off, strict=True)
-            ),
+            one.answers,
+            tuple(compared(mine, other) for mine, other in zip(one.answers, off, strict=True)),
         )
         for one in results
     ]

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import http.client
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -15,12 +15,12 @@ from urllib.parse import quote
 from kvtier.errors import UnavailableError
 from kvtier.local.cluster import RunningCluster
 from kvtier.local.demo.chats import CHATS, Chat, conversation
-from kvtier.local.demo.client import Ask, ask, samples
-from kvtier.local.demo.judging import GPU, Phase, PhaseResult, Served
+from kvtier.local.demo.client import Answer, Ask, Asking, ask
+from kvtier.local.demo.judging import GPU, Phase, PhaseResult
 from kvtier.local.plan import Kind
+from kvtier.local.probes import samples
 from kvtier.sections import parse_address
 
-LOWER: Final = ("dram", "nvme", "redis", "peer")
 COLD: Final = Phase("cold", ())
 REPEATED: Final = Phase("repeated: L1", (GPU,))
 WORKER: Final = Phase("workers restarted: L2 DRAM", ("dram",))
@@ -39,7 +39,8 @@ class Terms:
     model: str
     system: str
     tokens_max: int
-    block_tokens: int
+    asking: Asking = ask
+    """How it is asked."""
 
 
 class Demo:
@@ -49,22 +50,25 @@ class Demo:
         self._cluster = cluster
         self._terms = terms
         self._tell = tell
+        self._asking = terms.asking
         self._router = cluster.plan.endpoint.removeprefix("http://")
         self._workers = cluster.addresses(Kind.WORKER)
         self._answers: dict[str, list[str]] = {}
         """Of the first phase, by user: the history that every later phase goes on from."""
+        self._warm: set[str] = set()
+        """Workers that answered since they were last started."""
 
     async def run(self) -> list[PhaseResult]:
         """All phases in order. UnavailableError where the cluster does not answer."""
         results = [await self._phase(COLD), await self._phase(REPEATED)]
         await self._written()
-        await self._restart(list(self._workers))  # any of them may hold something from before
+        await self._restart()
         results.append(await self._phase(WORKER))
         await self._written()
-        await self._restart(["store"])
-        await self._restart(list(self._workers))
-        one, other = list(self._workers)[:2]
-        async with self._without(other):  # which so far holds nothing, and keeps it so
+        one = min(self._warm)
+        other = next(name for name in self._workers if name != one)
+        await self._restart("store")
+        async with self._without(other):  # whose pool is empty, and stays so
             results.append(await self._phase(STORE))
         await self._written()
         async with self._without(one):
@@ -74,41 +78,33 @@ class Demo:
 
     async def _phase(self, phase: Phase) -> PhaseResult:
         self._tell(phase.name)
-        served = []
+        answers = []
         for turn in range(len(CHATS[0].questions)):
             for chat in CHATS:
-                served.append(await asyncio.to_thread(self._ask, phase, chat, turn))
-        return PhaseResult(phase, tuple(served))
+                answers.append(await asyncio.to_thread(self._ask, phase, chat, turn))
+        return PhaseResult(phase, tuple(answers))
 
-    def _ask(self, phase: Phase, chat: Chat, turn: int) -> Served:
+    def _ask(self, phase: Phase, chat: Chat, turn: int) -> Answer:
         told = self._answers.setdefault(chat.user, [])
         messages = conversation(self._terms.system, chat, told[:turn])
         # Nobody else has this salt, so nothing of this request can be found, whatever is cached.
         salt = f"off-{chat.user}-{turn}" if phase is OFF else None
-        before = self._loaded()
-        request = Ask(self._terms.model, messages, self._terms.tokens_max, salt)
-        answer = ask(self._router, request)
-        after = self._loaded()
+        answer = self._asking(
+            self._router, Ask(self._terms.model, messages, self._terms.tokens_max, salt)
+        )
         if phase is COLD:
             told.append(answer.text)
-        blocks = {tier: after[tier] - before[tier] for tier in LOWER}
-        size = self._terms.block_tokens
-        return Served(answer, {tier: count * size for tier, count in blocks.items()})
-
-    def _loaded(self) -> dict[str, int]:
-        """Blocks that all workers have loaded so far, by tier."""
-        total = dict.fromkeys(LOWER, 0)
-        for address in self._workers.values():
-            found = samples(address, "kvtier_worker_loaded_blocks_total")
-            for tier in LOWER:
-                total[tier] += int(found.get(f'source="{tier}"', 0))
-        return total
+        self._warm.add(answer.worker)
+        return answer
 
     # Faults and moves
 
-    async def _restart(self, names: Sequence[str]) -> None:
+    async def _restart(self, *more: str) -> None:
+        """Restart every worker whose pool holds something, and whatever else is named."""
+        names = [*more, *sorted(self._warm)]
         self._tell(f"restarting {', '.join(names)}")
         await asyncio.gather(*(self._cluster.supervisor.restart(name) for name in names))
+        self._warm.clear()
         await self._cluster.until_seen()
         await self._until(self._attached, "every worker has found the store")
 

@@ -64,14 +64,14 @@ def as_json(results: Sequence[PhaseResult], model: str) -> dict[str, object]:
                 "complaint": one.complaint(),
                 "requests": [
                     {
-                        "worker": served.answer.worker,
-                        "ttft_s": served.answer.ttft_s,
-                        "prompt_tokens": served.answer.prompt_tokens,
-                        "reused_tokens": served.reused,
+                        "worker": answer.worker,
+                        "ttft_s": answer.ttft_s,
+                        "prompt_tokens": answer.prompt_tokens,
+                        "reused_tokens": dict(answer.reused),
                         "identical": same.value,
-                        "text": served.answer.text,
+                        "text": answer.text,
                     }
-                    for served, same in zip(one.served, one.same, strict=True)
+                    for answer, same in zip(one.answers, one.same, strict=True)
                 ],
             }
             for one in results
