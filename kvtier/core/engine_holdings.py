@@ -358,24 +358,26 @@ class EngineHoldings:
     def _appear(
         self, event: BlocksStored, keys: Sequence[PrefixKey], parent: int
     ) -> Iterator[Change]:
+        """Runs of neighbours that an index does not know yet, each under the block before it."""
         residents = self._residents.get(event.place, {})
         tier = _TIERS.get(event.place.medium)
         run: list[PrefixKey] = []
         for name, key in zip(event.hashes, keys, strict=True):
             one = residents.get(name)
             is_new = one is not None and one.key != key
+            replaced = one.key if one is not None and is_new else None
+            if run and tier is not None and (not is_new or replaced is not None):
+                yield Appeared(tier, parent, _hashes(run))
+                parent, run = int(prefix_hash(run[-1])), []
+            if replaced is not None:
+                self.counts.contradictions += 1
+                if tier is not None:
+                    yield Vanished(tier, _hashes([replaced]))
             if one is not None and is_new:
-                if one.key is not None:
-                    self.counts.contradictions += 1
-                    if tier is not None:
-                        yield Vanished(tier, _hashes([one.key]))
                 one.key = key
                 self._dirty[event.place, name] = None
                 run.append(key)
-            if run and not is_new and tier is not None:
-                yield Appeared(tier, parent, _hashes(run))
-            if not is_new:
-                run = []
+            else:
                 parent = int(prefix_hash(key))
         if run and tier is not None:
             yield Appeared(tier, parent, _hashes(run))

@@ -8,9 +8,10 @@ from kvtier.config import load
 from kvtier.core.identity import AdapterRef
 from kvtier.engines.events import Dialect, HiddenSalts
 from kvtier.errors import ConfigError
+from kvtier.sections import DialConfig
 from kvtier.types import HolderKind, Tier
 from kvtier_services.bridge.config import BridgeConfig, CardSection, EngineSection, MemorySection
-from kvtier_services.bridge.publishing import Identity
+from kvtier_services.bridge.publishing import Identity, Speaker
 
 DIGEST = "ab" * 32
 MODEL = CardSection(("chat", "alias"), "org/model", "rev", tokenizer_digest=DIGEST)
@@ -146,3 +147,10 @@ def test_a_toml_file_is_read(tmp_path: Path) -> None:
     config = load(BridgeConfig, ["--config", str(path), "--engine-ranks", "2"]).config
     assert config.engine.kind is Dialect.TRTLLM
     assert (config.engine.ranks, config.policy().hidden_salts) == (2, HiddenSalts.ASSUME_NONE)
+
+
+def test_a_missing_token_file_is_found_before_the_engine_is(tmp_path: Path) -> None:
+    dial = DialConfig(("127.0.0.1:7",), token_file=tmp_path / "nowhere")
+    config = BridgeConfig(MODEL, index=dial)
+    with pytest.raises(ConfigError):
+        Speaker(Identity(config, MODEL.card(), "host"), dial, lambda: None).check()

@@ -327,3 +327,63 @@ def test_an_index_knows_what_the_engine_holds_after_any_history(
             holdings, index = new(known), Told()
             index.take(holdings.restore(rows.values()))  # type: ignore[arg-type]
         assert index.gpu() == engine.held()
+
+
+NAMES = st.integers(1, 5)
+PLACES = st.sampled_from([Place(), Place("GPU", "", 1), CPU])
+ANY_STORED = st.builds(
+    lambda names, parent, start, place, adapter, salt, unindexed, extras: BlocksStored(
+        place, tuple(map(name, names)), None if parent is None else name(parent),
+        np.arange(start, start + 4 * len(names), dtype=np.uint32), 4, adapter, salt, extras,
+        unindexed,
+    ),
+    st.lists(NAMES, max_size=4),
+    st.none() | NAMES,
+    st.integers(0, 2),
+    PLACES,
+    st.sampled_from([None, None, "ad", "other"]),
+    st.sampled_from([None, "", "s"]),
+    st.sampled_from([None, None, None, *Unindexed]),
+    st.dictionaries(
+        st.integers(0, 5),
+        st.sampled_from([BlockExtras((("ab" * 16, 0),)), BlockExtras((("x", 2**70),))]),
+        max_size=1,
+    ),
+)  # fmt: skip
+ANY_EVENT = (
+    ANY_STORED
+    | st.builds(
+        lambda names, place: BlocksRemoved(place, tuple(map(name, names))),
+        st.lists(NAMES, max_size=4), st.none() | PLACES,
+    )
+    | st.builds(
+        lambda names, one, other: BlocksMoved(one, other, tuple(map(name, names))),
+        st.lists(NAMES, max_size=3), PLACES, PLACES,
+    )
+    | st.just(AllCleared())
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    events=st.lists(ANY_EVENT, max_size=14),
+    residents_max=st.integers(1, 6),
+    pending_tokens_max=st.sampled_from([0, 8, 1000]),
+    reports=st.sampled_from(Reports),
+)
+def test_whatever_an_engine_says_an_index_knows_what_the_books_say(
+    events: list[object], residents_max: int, pending_tokens_max: int, reports: Reports
+) -> None:
+    holdings = new(
+        residents_max=residents_max, pending_tokens_max=pending_tokens_max, reports=reports
+    )
+    index = Told()
+    for event in events:
+        index.take(holdings.apply(event))  # type: ignore[arg-type]
+        books = Told()
+        books.take(holdings.held())
+        assert index.gpu() == books.gpu()
+        assert holdings.residents_count <= residents_max
+        assert holdings.pending_tokens <= pending_tokens_max
+    index.take(holdings.restart())
+    assert (index.gpu(), holdings.residents_count) == (Counter(), 0)

@@ -58,6 +58,7 @@ async def serve(
             )
         )
         speaker = Speaker(Identity(config, card, socket.gethostname()), config.index, fenced)
+        speaker.check()
         stack.push_async_callback(asyncio.to_thread, speaker.close)
         speaking = Speaking(speaker.join, speaker.leave)
         follower = await asyncio.to_thread(Follower, config, card, memory, speaking, time.monotonic)

@@ -62,6 +62,10 @@ class Speaker:
         self._publishers: dict[int, Publisher] = {}
         self._leaving: list[threading.Thread] = []
 
+    def check(self) -> None:
+        """Whether a publisher can be made at all. ConfigError: now, not when the engine appears."""
+        Publisher(self._identity.holder(0), self._dial)
+
     def join(self, rank: int) -> Publisher:
         """A publisher with an epoch of its own."""
         publisher = Publisher(self._identity.holder(rank), self._dial, listener=self).start()
