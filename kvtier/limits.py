@@ -222,6 +222,10 @@ RENDERED_CHARS_MAX: Final = 32 << 20
 """A rendered chat, and any text to tokenise."""
 CHAT_MESSAGES_COUNT_MAX: Final = 1 << 14
 JSON_DEPTH_MAX: Final = 64
+JSON_COMMAS_COUNT_MAX: Final = 1 << 21
+"""Of one request, those in its texts too: parsing more values would hold up everybody else."""
+JSON_BRACKETS_COUNT_MAX: Final = 1 << 19
+"""Openings of objects and arrays of one request, those in its texts too."""
 """Nesting of a request, and of one message or tool in it."""
 SEGMENT_CACHE_BYTES_MAX: Final = 4 << 30
 """Remembered tokens of one model's text segments."""

@@ -1,5 +1,6 @@
 """Request bodies are read strictly: what is odd is refused, and nothing brings the process down."""
 
+import gc
 import json
 from contextlib import suppress
 
@@ -100,3 +101,26 @@ def test_size_has_a_ceiling() -> None:
     assert parse_object(b'{"a":1}', bytes_max=7) == {"a": 1}
     with pytest.raises(LimitError):
         parse_object(b'{"a":1}', bytes_max=6)
+
+
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":0},', b"0.5,", b'"ab",', b"1,"])
+def test_the_number_of_values_has_a_ceiling(piece: bytes) -> None:
+    body = b'{"a":[' + piece * ((32 << 20) // len(piece)) + b"0]}"
+    with pytest.raises(LimitError):
+        parse_object(body)
+
+
+def test_a_million_of_token_ids_and_long_texts_of_code_are_read() -> None:
+    ids = list(range(1_000_000))
+    assert parse_object(json.dumps({"prompt": ids}).encode()) == {"prompt": ids}
+    code = "if (a[i] > 1e5) { f(x, y); }\n" * 100_000
+    assert parse_object(json.dumps({"prompt": code}).encode()) == {"prompt": code}
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1E+400", b"9" * 400 + b".0", b"9" * 250 + b"e99"])
+def test_a_float_that_is_none_is_refused_in_long_bodies_too(number: bytes) -> None:
+    filler = b"0.5," * 100_000
+    with pytest.raises(CallerError):
+        parse_object(b'{"a":[' + filler + number + b"]}")
+    assert len(parse_object(b'{"a":[' + filler + b"1e99]}")) == 1
+    assert gc.isenabled()

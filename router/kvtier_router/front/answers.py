@@ -21,6 +21,7 @@ _SENTENCES: Final = {
     Refused.HEADER_BYTES: "the header is too long",
     Refused.HEADER_TIME: "the header took too long",
     Refused.BODY_BYTES: "the body is too long",
+    Refused.BODIES_BYTES: "too much is being uploaded at once",
     Refused.BODY_TIME: "the body took too long",
     Refused.UPLOAD_RATE: "the body comes too slowly",
     Refused.STALLED_READER: "the answer is not read",

@@ -177,6 +177,8 @@ class ServerConnection(asyncio.Protocol):
         self._head: Head | None = None
         self._parts: list[bytes] = []
         self._body_bytes = 0
+        self._held_bytes = 0
+        """Of bodies, those of answers under way too: this connection's part of the server's."""
         self._ready: deque[_Request] = deque()
         self._backlog: list[bytes] = []
         self._backlog_bytes = 0
@@ -210,6 +212,7 @@ class ServerConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.left(self, self._client)
+        self._count_held(-self._held_bytes)
         self._transport = None
         if self._task is not None:
             self._task.cancel()
@@ -269,6 +272,9 @@ class ServerConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._count_held(len(body))
+        if self._server.bodies_bytes > self._limits.bodies_bytes_max:
+            raise _RefusedError(503, Refused.BODIES_BYTES)
         if self._body_bytes > self._limits.body_bytes_max:
             raise _RefusedError(413, Refused.BODY_BYTES)
         self._parts.append(body)
@@ -284,6 +290,10 @@ class ServerConnection(asyncio.Protocol):
         self._parts = []
         self._head = None
         self._phase = _Phase.BUSY
+
+    def _count_held(self, count: int) -> None:
+        self._held_bytes += count
+        self._server.bodies_bytes += count
 
     def _count_head(self, count: int) -> None:
         self._parsed_bytes += count
@@ -324,6 +334,7 @@ class ServerConnection(asyncio.Protocol):
         """The answer is written: the next request, or the end."""
         if exchange is not self._exchange:
             return
+        self._count_held(-min(len(exchange.body), self._held_bytes))
         self._exchange = None
         self._task = None
         self.on_pressure = None
@@ -420,6 +431,7 @@ class ServerConnection(asyncio.Protocol):
         self._since = self._server.clock()
         self._parts = []
         self._ready.clear()
+        self._count_held(-self._held_bytes)
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
@@ -493,6 +505,8 @@ class HttpServer:
         self.tasks: set[asyncio.Task[None]] = set()
         self.draining = False
         self.closes_idle = False
+        self.bodies_bytes = 0
+        """Of all bodies that are held now."""
         self._connections: set[ServerConnection] = set()
         self._by_client: Counter[str] = Counter()
         self._listeners: list[asyncio.Server] = []

@@ -25,6 +25,7 @@ class Refused(StrEnum):
     HEADER_BYTES = "header_bytes"
     HEADER_TIME = "header_time"
     BODY_BYTES = "body_bytes"
+    BODIES_BYTES = "bodies_bytes"
     BODY_TIME = "body_time"
     UPLOAD_RATE = "upload_rate"
     STALLED_READER = "stalled_reader"
@@ -41,6 +42,9 @@ class HttpLimits:
     """From the first byte of a request (or the connection) to the end of its header."""
     body_bytes_max: int = 32 << 20
     """More is answered 413."""
+    bodies_bytes_max: int = 1 << 30
+    """Bodies of all clients together, from their first byte to the end of their answer; what is
+    beyond is turned away with 503."""
     body_ms_max: int = 120_000
     """From the end of the header to the end of the body."""
     body_grace_ms: int = 5_000

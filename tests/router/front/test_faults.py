@@ -1,6 +1,7 @@
 """Workers that die before, in and after the first byte, and clients that misbehave."""
 
 import json
+import select
 import socket
 import threading
 from http.client import HTTPConnection
@@ -325,6 +326,24 @@ def test_a_body_beyond_the_ceiling_is_refused_without_being_kept(rig: Rig) -> No
     client.close()
     assert rig.router.usage().rss_bytes - before < 16 << 20
     assert rig.complete(max_tokens=1).status == 200
+
+
+def test_uploads_of_all_clients_together_have_a_ceiling(rig: Rig) -> None:
+    rig.start_workers(1)
+    rig.start_router("--bodies-bytes-max=1000000")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 400000\r\n\r\n"
+    held = [rig.connect() for _ in range(3)]
+    for client in held:
+        client.sendall(head + b'{"model":"mock","prompt":"' + b"x" * 360_000)
+    (told, *_), _, _ = select.select(held, [], [], 20)
+    answer = told.recv(4000)
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after" in answer
+    for client in held:
+        client.close()
+    for _ in range(4):  # nothing stays counted
+        assert rig.complete(prompt="x" * 600_000, max_tokens=1).status in (200, 400)
+    assert rig.metric('kvtier_router_refused_total{reason="bodies_bytes"}') == 1
 
 
 def test_connections_beyond_the_ceiling_are_told_so(rig: Rig) -> None:
