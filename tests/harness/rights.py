@@ -10,10 +10,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 COMMAND_TIMEOUT_S = 10.0
+CHROMIUM = "/usr/bin/chromium"
+CHROMEDRIVER = "/usr/bin/chromedriver"
 
 
 def run_command(*argv: str, stdin: str | None = None) -> str:
@@ -92,17 +96,30 @@ def diskshim_missing() -> str | None:
     return None if shutil.which("gcc") else "no `gcc` on PATH"
 
 
+@cache
+def chromium_missing() -> str | None:
+    """Why no headless browser can be driven."""
+    for path in (CHROMIUM, CHROMEDRIVER):
+        if not Path(path).exists():
+            return f"no {path} (Debian packages chromium, chromium-driver)"
+    if find_spec("selenium") is None:
+        return "no Python package selenium"
+    return None
+
+
 CHECKS: dict[str, Callable[[], str | None]] = {
     "netns": netns_missing,
     "tbf": tbf_missing,
     "tmpfs": tmpfs_missing,
     "diskshim": diskshim_missing,
+    "chromium": chromium_missing,
 }
 
 requires_netns = pytest.mark.needs("netns")
 requires_tbf = pytest.mark.needs("tbf")
 requires_tmpfs = pytest.mark.needs("tmpfs")
 requires_diskshim = pytest.mark.needs("diskshim")
+requires_chromium = pytest.mark.needs("chromium")
 
 
 def missing(names: tuple[str, ...]) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness.processes import ProcessRunner
+from tests.harness.readiness import http_ready
 from tests.harness.waiting import eventually
 from tests.router.front.rig import Answer, Rig, call
 
@@ -164,7 +165,8 @@ def test_each_of_several_processes_says_whose_requests_it_shows(rig: Rig) -> Non
     rig.start_router("--workers=2", brain="real")
 
     def both() -> bool:
-        return all(call(rig.admin_port + n, "GET", "/ready").status == 200 for n in range(2))
+        pages = (f"http://127.0.0.1:{rig.admin_port + n}/ready" for n in range(2))
+        return all(http_ready(page)() for page in pages)
 
     eventually(both, 20, "both processes serve their admin pages")
     for number in range(2):

@@ -144,7 +144,7 @@ function big(id, value, unit = "") {
   const node = byId(id);
   if (node.dataset.shown === value + unit) return;
   node.dataset.shown = value + unit;
-  node.replaceChildren(value, ...(unit ? [el("span", { class: "unit" }, unit)] : []));
+  node.replaceChildren(value, ...(unit ? [el("span", { class: "unit" }, ` ${unit}`)] : []));
 }
 
 function recent(name) {
