@@ -430,6 +430,36 @@ def split(prefix: Prefix, speeds: Speeds, policy: LoadPolicy | None = None) -> L
     )
 
 
+def head_to_compute(prefix: Prefix, speeds: Speeds, plan: LoadPlan, gain_min: float) -> int:
+    """How many blocks to compute before those of a plan's loads arrive; does not mutate. O(blocks).
+
+    Blocks of L1 stand first. A worker can compute the next ones while it loads the rest (both at
+    once, from either end of the gap, as in arXiv 2410.03065): the head takes as long to compute as
+    the tail to load. 0 where that saves less than `gain_min` of the loads' time, which is so
+    wherever loading is much faster than computing.
+    """
+    first = next((f for f, run in _with_first_block(prefix.runs) if _is_loaded(run)), 0)
+    cut = plan.blocks_count
+    if not plan.loads or cut <= first:
+        return 0
+    load_s = _cumulative_load_s(prefix, speeds)
+    heads = np.arange(cut - first + 1, dtype=np.float64) * prefix.block_tokens
+    held = first * prefix.block_tokens
+    compute_s = speeds.prefill.first_s * heads
+    compute_s += speeds.prefill.second_s * heads * (held + heads / 2.0)
+    # The latency of a source is paid however few of its blocks are left.
+    rest_s = load_s[cut] - load_s[first : cut + 1]
+    rest_s[1:-1] += speeds.loads[plan.loads[0].source].first_s
+    total_s = np.maximum(compute_s, rest_s)
+    best = int(np.argmin(total_s))
+    return best if total_s[0] - total_s[best] >= gain_min * total_s[0] else 0
+
+
+def planned_loads(prefix: Prefix, speeds: Speeds, policy: LoadPolicy) -> tuple[PlannedLoad, ...]:
+    """The loads that bring in all of a prefix, with their deadlines; does not mutate."""
+    return _planned_loads(prefix, speeds, policy, prefix.blocks_count())
+
+
 def predict_ttft_s(plan: LoadPlan, queued_tokens: float, speeds: Speeds) -> float:
     """Time to first token behind `queued_tokens` of prefill; loading overlaps the wait."""
     queue_s = speeds.predict_prefill_s(queued_tokens)
@@ -475,6 +505,10 @@ def _planned_loads(
         deadline_s = policy.deadline_s(predicted_s, recompute_s)
         loads.append(PlannedLoad(run.source, first, count, predicted_s, deadline_s))
     return tuple(loads)
+
+
+def _is_loaded(run: Run) -> bool:
+    return run.blocks_count > 0 and run.source not in FREE_SOURCES
 
 
 def _with_first_block(runs: Iterable[Run]) -> Iterable[tuple[int, Run]]:

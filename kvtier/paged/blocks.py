@@ -238,7 +238,8 @@ class BlockManager:
         copies: list[BlockCopy] = []
         for group, places in enumerate(needs):
             self._fill(sequence, group, places, now, copies)
-        sequence.holes = False
+        reach = max(len(table) for table in sequence.tables) * self._geometry.block_tokens
+        sequence.holes = sequence.holes and tokens_count < reach
         return Growth(tuple(copies)) if copies else _NOTHING
 
     def adopt(self, sequence_id: SequenceId, blocks_count: int, now: float) -> Adoption | None:

@@ -169,6 +169,19 @@ def test_a_window_does_not_adopt_what_it_will_have_left() -> None:
     assert blocks.match(keys) == 4
 
 
+def test_holes_of_a_load_that_failed_are_filled_chunk_by_chunk() -> None:
+    blocks = manager(16, None, 5)
+    blocks.admit("a", [], 0)
+    assert blocks.adopt("a", 6, 0) is not None
+    for tokens_count in range(3, 25, 3):
+        assert blocks.grow("a", tokens_count, 0) is not None
+        stop = -(-tokens_count // BLOCK)
+        for table, window in zip(blocks.tables("a"), (None, 5), strict=True):
+            start = window_start(tokens_count - 3, window, BLOCK)
+            assert NO_BLOCK not in table[start:stop]
+        blocks.seal("a", tokens_count, [], 0)
+
+
 def test_a_held_block_survives_the_pressure_on_the_pool() -> None:
     blocks = manager(4)
     run(blocks, "a", range(12))

@@ -6,12 +6,13 @@ What must not live here: what a test expects.
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 
+from kvtier.core.costs import Priors
 from kvtier.core.event_columns import Hashes
 from kvtier.core.frame import FrameName
 from kvtier.core.identity import KvDtype
@@ -19,10 +20,11 @@ from kvtier.core.planner import WritePolicy
 from kvtier.core.workers import Load as WorkerLoad
 from kvtier.paged.blocks import BlockManager
 from kvtier.paged.fake import FakeModel, FakeTerms
-from kvtier.paged.geometry import one_group
+from kvtier.paged.geometry import KvGeometry, LayerGroup
 from kvtier.paged.pool import KvPool
 from kvtier.paged.runner import BeforeLayer, ModelRunner, Slice
 from kvtier.paged.sampling import SamplingTerms
+from kvtier.paged.transfer import BlockTransfer, Carrier
 from kvtier.types import Source, Tier
 from kvtier_services.worker.core import Below, CoreTerms, EngineCore, Machine
 from kvtier_services.worker.l2.port import (
@@ -45,9 +47,20 @@ GREEDY = SamplingTerms(temperature=0.0)
 BLOCK_TOKENS = 4
 
 
-def small_fake(seed: int = 0, prefill_tokens_per_s: float | None = None) -> FakeModel:
+FULL = (LayerGroup((0, 1)),)
+MIXED = (LayerGroup((1,)), LayerGroup((0, 2), 6))
+"""One layer that sees everything, two that look back 6 tokens."""
+WINDOWED = (LayerGroup((0,), 5), LayerGroup((1,), 9))
+
+
+def small_fake(
+    seed: int = 0,
+    prefill_tokens_per_s: float | None = None,
+    groups: tuple[LayerGroup, ...] = FULL,
+) -> FakeModel:
     """A fake model whose blocks are a few hundred bytes, each of which counts."""
-    geometry = one_group(2, 1, 4, KvDtype.FLOAT32, BLOCK_TOKENS)
+    layers_count = sum(len(group.layers) for group in groups)
+    geometry = KvGeometry(layers_count, 1, 4, KvDtype.FLOAT32, BLOCK_TOKENS, groups)
     return FakeModel(
         geometry,
         FakeTerms(context_tokens=4096, seed=seed, prefill_tokens_per_s=prefill_tokens_per_s),
@@ -59,6 +72,58 @@ def machine_of(runner: ModelRunner, blocks: int) -> Machine:
     geometry = runner.geometry
     pool = KvPool(geometry, [blocks] * len(geometry.groups))
     return Machine(runner, pool, BlockManager(geometry, pool.blocks_counts))
+
+
+class LazyCarrier:
+    """A `Carrier` that does its work as late as it may: when somebody waits for it, or by the way.
+
+    So bytes that are read before they were waited for are wrong, every time.
+    """
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+        self._work: deque[Callable[[], None]] = deque()
+        self._begun = 0
+        self.ended = 0
+        self.waited = 0
+        """How often somebody waited for what was not there."""
+
+    def carry(self, work: Callable[[], None]) -> "LazyArrival":
+        self._work.append(work)
+        self._begun += 1
+        return LazyArrival(self, self._begun)
+
+    def is_done(self, number: int) -> bool:
+        if self._work and self._dice.random() < 0.3:
+            self._next()
+        return self.ended >= number
+
+    def finish(self, number: int) -> None:
+        self.waited += self.ended < number
+        while self.ended < number:
+            self._next()
+
+    def _next(self) -> None:
+        self._work.popleft()()
+        self.ended += 1
+
+
+@dataclass(frozen=True)
+class LazyArrival:
+    """See `Arrival`."""
+
+    carrier: LazyCarrier
+    number: int
+
+    @property
+    def done(self) -> bool:
+        return self.carrier.is_done(self.number)
+
+    def wait(self) -> None:
+        self.carrier.finish(self.number)
+
+    def join(self) -> None:
+        self.carrier.finish(self.number)
 
 
 class Clock:
@@ -82,6 +147,8 @@ class Script:
     """Odds that an order fails whole."""
     loses: float = 0.0
     """Odds that a block is found by a lookup and does not arrive."""
+    block_s: float = 0.0
+    """What loads say that a block took."""
     scribbles: bool = True
     """Memory of blocks that do not arrive is overwritten."""
 
@@ -124,11 +191,8 @@ class TierBelow:
         fails = self.script.dice.random() < self.script.fails
         match order:
             case Lookup():
-                found = 0
-                while found < len(order.names) and order.names[found] in self.held:
-                    found += 1
-                sources = () if fails else (self.source,) * found
-                return Looked(order.ticket, sources, is_known=not fails)
+                found = (self.source if name in self.held else None for name in order.names)
+                return Looked(order.ticket, () if fails else tuple(found), is_known=not fails)
             case Load():
                 return self._load(order, fails)
             case Save():
@@ -151,7 +215,8 @@ class TierBelow:
             elif self.script.scribbles:
                 into[:] = self.script.dice.randbytes(into.nbytes)
         leading = arrived.index(False) if False in arrived else len(arrived)
-        run = RunOutcome(self.source, len(arrived), sum(arrived), 1e-6, was_late=False)
+        seconds = max(1e-6, self.script.block_s * len(arrived))
+        run = RunOutcome(self.source, len(arrived), sum(arrived), seconds, was_late=False)
         reasons = ("miss",) * arrived.count(False)
         return Loaded(order.ticket, leading, (run,), reasons)
 
@@ -196,6 +261,15 @@ class RigTerms:
     step_tokens_max: int = 32
     write_policy: WritePolicy = WritePolicy.ON_SEAL
     prefill_tokens_max: int = 32
+    priors: Priors = field(default_factory=Priors)
+
+
+SLOW = Priors(
+    prefill_tokens_per_s=1000.0,
+    latency_s=dict.fromkeys(Source, 1e-4),
+    bytes_per_s=dict.fromkeys(Source, 256 / 0.003),
+)
+"""Believes that a block of `FULL` takes three quarters as long to load as to compute."""
 
 
 class Timed:
@@ -223,7 +297,9 @@ class Rig:
         runner: ModelRunner | None = None,
         terms: RigTerms | None = None,
         below: TierBelow | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
+        """A `carrier` has blocks staged on their way, eight slots of each group."""
         terms = terms or RigTerms()
         runner = runner or small_fake()
         self.runner = runner
@@ -233,17 +309,25 @@ class Rig:
         geometry = runner.geometry
         self.pool = KvPool(geometry, [terms.blocks] * len(geometry.groups))
         self.blocks = BlockManager(geometry, self.pool.blocks_counts)
-        spec = geometry.spec(0, runner.model_id, runner.revision, runner.rope_digest)
-        self.namespace = spec.fingerprint()
-        offload = OffloadTerms(self.namespace, terms.write_policy)
+        self.carrier = carrier
+        self.transfer = BlockTransfer(self.pool, 8, carrier)
+        identity = runner.model_id, runner.revision, runner.rope_digest
+        namespaces = [
+            geometry.spec(group, *identity).fingerprint() for group in range(len(geometry.groups))
+        ]
+        self.namespace = namespaces[0]
+        offload = OffloadTerms(
+            self.namespace, terms.write_policy, window_namespaces=tuple(namespaces[1:])
+        )
         self.core = EngineCore(
             Machine(cast(ModelRunner, Timed(runner, self.clock)), self.pool, self.blocks),
             CoreTerms(
                 SchedulerLimits(terms.sequences_max, terms.step_tokens_max),
                 PacePolicy(stall_s_min=terms.prefill_tokens_max / 1000),
+                terms.priors,
             ),
             self.events,
-            None if below is None else Below(below, offload),
+            None if below is None else Below(below, offload, self.transfer),
             self.clock,
         )
         self.told: dict[int, Told] = {}
@@ -310,15 +394,15 @@ class Rig:
 class CacheOff:
     """What requests come to with nothing shared, loaded or preempted: each alone, from scratch."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
+    def __init__(self, groups: tuple[LayerGroup, ...] = FULL) -> None:
+        self._groups = groups
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
         """The first `count` tokens after a prompt."""
         known = self._known.get(tuple(prompt), [])
         if len(known) < count:
-            rig = Rig(small_fake(self._seed), RigTerms(step_tokens_max=4096))
+            rig = Rig(small_fake(groups=self._groups), RigTerms(step_tokens_max=4096))
             known = rig.generate(prompt, count).tokens
             self._known[tuple(prompt)] = known
         return known[:count]

@@ -5,14 +5,30 @@ The fake model's next token is a hash of every KV byte that it reads, so a wrong
 
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.core.costs import Priors
 from kvtier.core.planner import WritePolicy
+from kvtier.paged.geometry import LayerGroup
 from kvtier.types import PrefixHash
-from tests.support.worker_rig import CacheOff, Rig, RigTerms, Script, TierBelow
+from tests.support.worker_rig import (
+    FULL,
+    MIXED,
+    SLOW,
+    WINDOWED,
+    CacheOff,
+    LazyCarrier,
+    Rig,
+    RigTerms,
+    Script,
+    TierBelow,
+    small_fake,
+)
 
-OFF = CacheOff()
+SHAPES: list[tuple[LayerGroup, ...]] = [FULL, MIXED, WINDOWED]
+OFF = {groups: CacheOff(groups) for groups in SHAPES}
 STEMS = [[random.Random(f"{n}.{i}").randrange(259) for i in range(30)] for n in range(3)]
 
 
@@ -23,11 +39,12 @@ def some_prompt(dice: random.Random) -> list[int]:
 
 def some_terms(dice: random.Random) -> RigTerms:
     return RigTerms(
-        blocks=dice.choice([16, 18, 24, 64]),
+        blocks=dice.choice([15, 16, 18, 24, 64]),
         sequences_max=dice.choice([2, 8]),
         step_tokens_max=dice.choice([5, 16, 64]),
         write_policy=dice.choice(list(WritePolicy)),
         prefill_tokens_max=dice.choice([4, 32]),
+        priors=SLOW if dice.random() < 0.3 else Priors(),
     )
 
 
@@ -39,7 +56,8 @@ def some_tier(dice: random.Random) -> TierBelow | None:
             random.Random(dice.random()),
             late_max=dice.choice([0, 1, 6]),
             fails=dice.choice([0.0, 0.2]),
-            loses=dice.choice([0.0, 0.1]),
+            loses=dice.choice([0.0, 0.3]),
+            block_s=dice.choice([0.0, 0.003]),
         )
     )
 
@@ -67,27 +85,38 @@ def run_schedule(rig: Rig, dice: random.Random) -> dict[int, tuple[list[int], in
     return wanted
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 2**32))
-def test_any_schedule_gives_the_tokens_of_the_cache_off_run(seed: int) -> None:
+def some_rig(dice: random.Random, groups: tuple[LayerGroup, ...]) -> Rig:
+    carrier = dice.choice([None, LazyCarrier(random.Random(dice.random()))])
+    return Rig(small_fake(groups=groups), some_terms(dice), some_tier(dice), carrier)
+
+
+@pytest.mark.parametrize("groups", [FULL, MIXED, WINDOWED], ids=["full", "mixed", "windowed"])
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32))
+def test_any_schedule_gives_the_tokens_of_the_cache_off_run(
+    groups: tuple[LayerGroup, ...], seed: int
+) -> None:
     dice = random.Random(seed)
-    rig = Rig(terms=some_terms(dice), below=some_tier(dice))
+    rig = some_rig(dice, groups)
     wanted = run_schedule(rig, dice)
     for number, (prompt, count) in wanted.items():
-        assert rig.told[number].tokens == OFF.tokens(prompt, count)
+        assert rig.told[number].tokens == OFF[groups].tokens(prompt, count)
     if rig.below is not None:
         rig.settle()
     rig.step()
-    assert rig.blocks.usage().in_use_count == 0
+    for group in range(len(groups)):
+        assert rig.blocks.usage(group).in_use_count == 0
     cached = {PrefixHash(int.from_bytes(k[:8], "little")) for k in rig.blocks.cached_keys()}
     assert rig.events.hashes == cached
 
 
-def test_random_schedules_reach_every_path() -> None:
-    seen = dict.fromkeys(("preempted", "held_back", "loaded", "lost", "given_up", "hits"), 0)
-    for seed in range(40):
+@pytest.mark.parametrize("groups", [FULL, MIXED, WINDOWED], ids=["full", "mixed", "windowed"])
+def test_random_schedules_reach_every_path(groups: tuple[LayerGroup, ...]) -> None:
+    paths = ("preempted", "held_back", "loaded", "lost", "given_up", "hits", "ahead", "waited")
+    seen = dict.fromkeys(paths, 0)
+    for seed in range(60):
         dice = random.Random(seed)
-        rig = Rig(terms=some_terms(dice), below=some_tier(dice))
+        rig = some_rig(dice, groups)
         run_schedule(rig, dice)
         counts = rig.core.scheduler.counts
         seen["preempted"] += counts.preempted
@@ -98,6 +127,13 @@ def test_random_schedules_reach_every_path() -> None:
             seen["loaded"] += sum(below.blocks_loaded.values())
             seen["lost"] += sum(below.blocks_not_loaded.values())
             seen["given_up"] += below.loads_given_up
+            seen["ahead"] += below.computed_ahead_blocks
+        if isinstance(rig.carrier, LazyCarrier):
+            seen["waited"] += rig.carrier.waited
+    if groups is not FULL:
+        del seen["ahead"]  # with windows nothing is computed while something is loaded
+    if groups is WINDOWED:
+        del seen["preempted"]  # windows never fill the pool
     assert min(seen.values()) > 0, seen
 
 
@@ -108,7 +144,7 @@ def test_bytes_that_are_loaded_are_the_bytes_that_were_saved() -> None:
     first.settle()
     second = Rig(below=tier)
     told = second.generate(STEMS[0], 8)
-    assert told.tokens == OFF.tokens(STEMS[0], 8)
+    assert told.tokens == OFF[FULL].tokens(STEMS[0], 8)
     assert len(tier.loaded) == 7
     for name, payload in tier.loaded:
         assert payload == tier.held[name]
@@ -128,4 +164,4 @@ def test_one_wrong_byte_changes_the_tokens_that_follow() -> None:
         second = Rig(below=TierBelow())
         assert second.below is not None
         second.below.held = tier.held | {name: bytes(changed)}
-        assert second.generate(STEMS[0], 8).tokens != OFF.tokens(STEMS[0], 8)
+        assert second.generate(STEMS[0], 8).tokens != OFF[FULL].tokens(STEMS[0], 8)

@@ -149,7 +149,7 @@ def test_nothing_is_loaded_that_is_computed_faster() -> None:
     now = rig.clock.now
     for _ in range(20):
         slow = [RunOutcome(Source.DRAM, 8, 8, 30.0, was_late=False)]
-        rig.core.advisor.loaded(slow, now)
+        rig.core.advisor.loaded(slow, 0, now)
     told = rig.generate(PROMPT, 2)
     assert told.cached is not None
     assert told.cached.total == 0

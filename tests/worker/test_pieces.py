@@ -8,6 +8,7 @@ from kvtier.types import ScopeId, Source
 from kvtier_services.worker.l2.advisor import Advisor, PrefixFound
 from kvtier_services.worker.l2.port import RunOutcome
 from kvtier_services.worker.l2.saving import Haste, SaveBook, SaveEnd, SaveItem, SaveLimits
+from kvtier_services.worker.l2.windowed import GroupShape
 from kvtier_services.worker.pace import Pace, PacePolicy, StepRecord
 
 MIB = 1 << 20
@@ -106,7 +107,7 @@ def test_groups_share_keys_and_not_orders() -> None:
 
 
 def advisor(tokens_per_s: float) -> Advisor:
-    one = Advisor(block_tokens=16, block_bytes=2 * MIB)
+    one = Advisor(16, [GroupShape(2 * MIB)])
     for _ in range(20):
         one.computed(PrefillSample(512, 0, 512 / tokens_per_s), 0.0)
     return one
@@ -114,27 +115,29 @@ def advisor(tokens_per_s: float) -> Advisor:
 
 def test_blocks_are_loaded_where_that_is_faster_than_computing() -> None:
     slow_compute = advisor(1_000)
-    runs = slow_compute.runs(PrefixFound(2000, 10, (Source.DRAM,) * 114), 0.0)
+    runs = slow_compute.intend(PrefixFound(2000, 10, ((Source.DRAM,) * 114,)), 0.0).runs
     assert [(run.source, run.blocks_count) for run in runs] == [(Source.DRAM, 114)]
     assert 0.05 < runs[0].deadline_s < 3.0
 
 
 def test_a_slow_tier_is_left_alone_once_it_was_measured() -> None:
     fast_compute = advisor(30_000)
-    found = PrefixFound(2000, 0, (Source.DRAM,) * 124)
-    assert fast_compute.runs(found, 0.0)
+    found = PrefixFound(2000, 0, ((Source.DRAM,) * 124,))
+    assert fast_compute.intend(found, 0.0).runs
     for _ in range(3):
         late = RunOutcome(Source.DRAM, 124, 16, 0.067, was_late=True)
-        fast_compute.loaded([late], 0.0)
-    assert fast_compute.runs(found, 0.1) == ()
-    assert not fast_compute.runs(found, 5.0)
-    assert fast_compute.runs(found, 180.0), "what was slow once is tried again within minutes"
+        fast_compute.loaded([late], 0, 0.0)
+    assert fast_compute.intend(found, 0.1).runs == ()
+    assert not fast_compute.intend(found, 5.0).runs
+    assert fast_compute.intend(found, 180.0).runs, (
+        "what was slow once is tried again within minutes"
+    )
 
 
 def test_misses_teach_nothing_about_speed() -> None:
     one = advisor(1_000)
     before = one.speeds(0.0).loads[Source.DRAM]
-    one.loaded([RunOutcome(Source.DRAM, 10, 0, 0.5, was_late=False)], 0.0)
+    one.loaded([RunOutcome(Source.DRAM, 10, 0, 0.5, was_late=False)], 0, 0.0)
     assert one.speeds(0.0).loads[Source.DRAM] == before
 
 
@@ -150,7 +153,7 @@ def test_prefill_beside_decodes_takes_no_more_than_its_share_of_time(
 
 
 def test_prefill_speed_is_learned_without_the_decodes_beside_it() -> None:
-    one = Advisor(block_tokens=16, block_bytes=MIB)
+    one = Advisor(16, [GroupShape(MIB)])
     pace = Pace(PacePolicy(), one)
     for _ in range(30):
         pace.learn(StepRecord(8, 0, 0, 0.1), 0.0)
@@ -160,7 +163,7 @@ def test_prefill_speed_is_learned_without_the_decodes_beside_it() -> None:
 
 
 def test_a_chunk_is_smaller_the_more_tokens_it_follows() -> None:
-    one = Advisor(block_tokens=16, block_bytes=MIB)
+    one = Advisor(16, [GroupShape(MIB)])
     pace = Pace(PacePolicy(stall_ratio_max=2.0), one)
     for _ in range(20):
         pace.learn(StepRecord(8, 0, 0, 0.1), 0.0)

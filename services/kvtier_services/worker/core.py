@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from kvtier.core.costs import Priors
 from kvtier.core.event_columns import NO_PARENT, Hashes
 from kvtier.core.identity import Pool, chain_root
 from kvtier.core.keys import HASH_BYTES
@@ -24,9 +25,11 @@ from kvtier.paged.group_blocks import Change, ChangeKind
 from kvtier.paged.pool import KvPool
 from kvtier.paged.runner import Logits, ModelRunner, Slice
 from kvtier.paged.sampling import Draw, Sampled, sample
+from kvtier.paged.transfer import BlockTransfer
 from kvtier.types import PrefixKey, Tier
 from kvtier_services.worker.l2.advisor import Advisor
 from kvtier_services.worker.l2.port import BlockCache
+from kvtier_services.worker.l2.windowed import GroupShape
 from kvtier_services.worker.offload import Offload, OffloadTerms
 from kvtier_services.worker.pace import Pace, PacePolicy, StepRecord
 from kvtier_services.worker.requests import (
@@ -42,9 +45,11 @@ from kvtier_services.worker.scheduler import (
     SchedulerLimits,
     StepTerms,
 )
-from kvtier_services.worker.sequences import KeyChain, Phase, Request
+from kvtier_services.worker.sequences import KeyChain, Request
 
 _CALIBRATION_TOKENS: Final = 256
+_STAGING_BYTES: Final = 256 << 20
+"""Host memory for blocks on their way, where the pool is not in it."""
 
 
 class Events(Protocol):
@@ -78,6 +83,8 @@ class Below:
 
     cache: BlockCache
     terms: OffloadTerms
+    transfer: BlockTransfer | None = None
+    """How blocks get to host memory and back; None: as the pool's device needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,8 @@ class CoreTerms:
 
     limits: SchedulerLimits
     pace: PacePolicy = field(default_factory=PacePolicy)
+    priors: Priors = field(default_factory=Priors)
+    """What is believed of speeds before anything was measured."""
 
 
 @dataclass(slots=True)
@@ -142,8 +151,6 @@ class EngineCore:
         clock: Callable[[], float],
     ) -> None:
         geometry = machine.runner.geometry
-        if below is not None and len(geometry.groups) > 1:
-            raise CallerError("blocks of several layer groups cannot be offloaded")
         self._runner = machine.runner
         self._pool = machine.pool
         self._blocks = machine.blocks
@@ -153,7 +160,11 @@ class EngineCore:
             machine.runner.model_id, machine.runner.revision, geometry.block_tokens
         )
         self._eos = frozenset(machine.runner.eos_token_ids)
-        self.advisor = Advisor(geometry.block_tokens, geometry.block_bytes(0))
+        shapes = [
+            GroupShape(geometry.block_bytes(number), group.window)
+            for number, group in enumerate(geometry.groups)
+        ]
+        self.advisor = Advisor(geometry.block_tokens, shapes, priors=terms.priors)
         self.scheduler = Scheduler(terms.limits, machine.blocks, self.advisor)
         self.pace = Pace(terms.pace, self.advisor)
         self.offload: Offload | None = None
@@ -162,7 +173,7 @@ class EngineCore:
                 below.cache,
                 self.scheduler,
                 machine.blocks,
-                machine.pool,
+                below.transfer or BlockTransfer(machine.pool, _slots(machine.pool)),
                 self.advisor,
                 below.terms,
             )
@@ -326,7 +337,10 @@ class EngineCore:
         decodes, prefill = plan.decodes_count, plan.prefill_tokens
         contexts = [part.start for part in plan.parts if not part.request.is_decoding]
         slices = [self._slice(part) for part in plan.parts]
-        logits = self._runner.step(self._pool, slices)
+        before_layer = None
+        if self.offload is not None and self.offload.is_restoring:
+            before_layer = self.offload.before_layer
+        logits = self._runner.step(self._pool, slices, before_layer)
         last = [part for part in plan.parts if part.is_last]
         sampled = sample(logits, [_draw(part.request) for part in last])
         now = self._clock()
@@ -387,7 +401,7 @@ class EngineCore:
         return None
 
     def _end(self, request: Request) -> None:
-        was_loading = request.phase is Phase.LOADING
+        was_loading = request.is_loading
         self.scheduler.end(request, self._clock())
         if self.offload is not None and was_loading:
             self.offload.ended(request)
@@ -398,7 +412,7 @@ class EngineCore:
         changes = self._blocks.drain_changes()
         if not changes:
             return
-        evicted = [change.key for change in changes if change.kind is ChangeKind.EVICTED]
+        evicted = [change for change in changes if change.kind is ChangeKind.EVICTED]
         if evicted and self.offload is not None:
             self.offload.evicted(evicted)
         if self._events is not None:
@@ -429,6 +443,13 @@ def tell(events: Events, changes: Sequence[Change]) -> None:
             parent = NO_PARENT if change.parent is None else _hash(change.parent)
         run.append(change.key)
     flush()
+
+
+def _slots(pool: KvPool) -> int:
+    """Blocks of each group that are on their way at once."""
+    geometry = pool.geometry
+    size = sum(geometry.block_bytes(group) for group in range(len(geometry.groups)))
+    return max(2, min(max(pool.blocks_counts), _STAGING_BYTES // size))
 
 
 def _draw(request: Request) -> Draw:

@@ -176,13 +176,8 @@ def _connector(
     if not config.store.targets:
         return None
     geometry = model.machine.runner.geometry
-    if len(geometry.groups) > 1 or geometry.groups[0].window is not None:
-        LOG.warning("no offload: layers with windows", groups=len(geometry.groups))
-        return None
-    if model.machine.pool.device.type != "cpu":
-        LOG.warning("no offload: KV is on a device", device=str(model.machine.pool.device))
-        return None
-    segment = max(_SEGMENT_BYTES, 4 * geometry.block_bytes(0))
+    largest = max(geometry.block_bytes(group) for group in range(len(geometry.groups)))
+    segment = max(_SEGMENT_BYTES, 4 * largest)
     client = StoreClientConfig(arena=ArenaClientConfig(segment, segment))
     return StoreConnector(config.store, client, wake, config.offload.save_deadline_ms / 1000)
 
@@ -197,7 +192,8 @@ def _core_terms(config: WorkerConfig) -> CoreTerms:
 
 def _offload_terms(section: OffloadSection, model: Served) -> OffloadTerms:
     return OffloadTerms(
-        namespace=model.namespace,
+        namespace=model.namespaces[0],
+        window_namespaces=model.namespaces[1:],
         write_policy=section.write_policy,
         in_flight_bytes_max=section.in_flight_bytes_max,
         lookup_s_max=section.lookup_ms_max / 1000,
@@ -217,7 +213,7 @@ def _identity(config: WorkerConfig, model: Served, port: int) -> Identity:
         store=attached if config.store.targets else "",
         http_address=address,
         card=model.card,
-        namespace=model.namespace,
+        namespace=model.namespaces[0],
         blocks_count=model.machine.pool.blocks_counts[0],
         block_bytes=model.machine.runner.geometry.block_bytes(0),
         version=__version__,

@@ -74,6 +74,10 @@ NOT_LOADED: Final = MetricDef(
 GIVEN_UP: Final = MetricDef(
     _COUNTER, "kvtier_worker_loads_given_up_total", "Loads whose request went on without them."
 )
+AHEAD: Final = MetricDef(
+    _COUNTER, "kvtier_worker_computed_ahead_blocks_total",
+    "Blocks computed while those behind them were loaded.",
+)  # fmt: skip
 BY_CHOICE: Final = MetricDef(
     _COUNTER, "kvtier_worker_recomputed_by_choice_total",
     "Blocks that the store has and that were computed because that was faster.",
@@ -103,8 +107,8 @@ EVENTS_FENCED: Final = MetricDef(
 TABLE: Final = (
     STEPS, STEP_SECONDS, FIRST_TOKEN_SECONDS, REQUESTS, RUNNING, PROMPT_TOKENS, COMPUTED_TOKENS,
     GENERATED_TOKENS, PREEMPTED, STARVED, BLOCKS, WASTED_TOKENS, LOOKUPS, LOADED, LOADED_BYTES,
-    NOT_LOADED, GIVEN_UP, BY_CHOICE, SAVES, SAVES_WAITING, ATTACHED, PREFILL_SPEED, LOAD_SPEED,
-    EVENTS_FENCED,
+    NOT_LOADED, GIVEN_UP, AHEAD, BY_CHOICE, SAVES, SAVES_WAITING, ATTACHED, PREFILL_SPEED,
+    LOAD_SPEED, EVENTS_FENCED,
 )  # fmt: skip
 
 
@@ -185,15 +189,15 @@ def _pull_offload(metrics: Metrics, core: EngineCore) -> None:
     if offload is None:
         for definition in (LOOKUPS, LOADED, NOT_LOADED, SAVES, SAVES_WAITING):
             metrics.pull(definition, list)
-        for definition in (LOADED_BYTES, GIVEN_UP):
+        for definition in (LOADED_BYTES, GIVEN_UP, AHEAD):
             metrics.pull(definition, lambda: [((), 0)])
         return
-    counts, saves = offload.counts, offload.saves
+    counts, lookups, saves = offload.counts, offload.lookups, offload.saves
     metrics.pull(
         LOOKUPS,
         lambda: [
-            (("known",), counts.lookups - counts.lookups_unknown),
-            (("unknown",), counts.lookups_unknown),
+            (("known",), lookups.lookups - lookups.lookups_unknown),
+            (("unknown",), lookups.lookups_unknown),
         ],
     )
     metrics.pull(
@@ -203,6 +207,7 @@ def _pull_offload(metrics: Metrics, core: EngineCore) -> None:
     metrics.pull(NOT_LOADED, lambda: [((r,), n) for r, n in list(counts.blocks_not_loaded.items())])
     metrics.pull(LOADED_BYTES, lambda: [((), counts.bytes_loaded)])
     metrics.pull(GIVEN_UP, lambda: [((), counts.loads_given_up)])
+    metrics.pull(AHEAD, lambda: [((), counts.computed_ahead_blocks)])
     metrics.pull(
         SAVES,
         lambda: [

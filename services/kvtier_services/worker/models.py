@@ -37,7 +37,8 @@ class Served:
     machine: Machine
     texts: TextModel
     card: ModelCard
-    namespace: Fingerprint
+    namespaces: tuple[Fingerprint, ...]
+    """Of each layer group's blocks."""
 
 
 def open_model(model: ModelSection, cache: CacheSection) -> Served:
@@ -57,9 +58,12 @@ def open_model(model: ModelSection, cache: CacheSection) -> Served:
         chat_template_digest=texts.digests.chat_template,
         block_tokens=cache.block_tokens,
     )
-    spec = runner.geometry.spec(0, runner.model_id, runner.revision, runner.rope_digest)
+    identity = runner.model_id, runner.revision, runner.rope_digest
+    namespaces = tuple(
+        runner.geometry.spec(group, *identity).fingerprint() for group in range(len(counts))
+    )
     machine = Machine(runner, pool, BlockManager(runner.geometry, counts))
-    return Served(machine, texts, card, spec.fingerprint())
+    return Served(machine, texts, card, namespaces)
 
 
 def _runner_and_texts(model: ModelSection, cache: CacheSection) -> tuple[ModelRunner, TextModel]:

@@ -17,10 +17,11 @@ from typing import Final, Protocol
 from kvtier.core.eviction import RequestShape, Retention, retention_of_blocks
 from kvtier.errors import CallerError
 from kvtier.paged.blocks import Adoption, BlockManager
+from kvtier.paged.group_blocks import BlockId
 from kvtier.types import PrefixKey, Source
-from kvtier_services.worker.l2.advisor import PrefixFound
+from kvtier_services.worker.l2.advisor import Intent, PrefixFound, leading
 from kvtier_services.worker.l2.port import LoadRun
-from kvtier_services.worker.sequences import Phase, Request
+from kvtier_services.worker.sequences import Ahead, Phase, Request
 
 SCAN_MAX: Final = 64
 """Waiting requests that one step looks at."""
@@ -91,8 +92,11 @@ class LoadStart:
 
     request: Request
     first_block: int
+    blocks_count: int
+    """Blocks of the sequence that it brings on by; windows need fewer of their own."""
     runs: tuple[LoadRun, ...]
-    blocks: Adoption
+    entries: tuple[tuple[int, int, BlockId], ...]
+    """(group, number of the block in the sequence, block), as the runs have them."""
 
 
 @dataclass(slots=True)
@@ -118,8 +122,8 @@ class Plan:
 class Decider(Protocol):
     """Compute or load."""
 
-    def runs(self, found: PrefixFound, now: float) -> tuple[LoadRun, ...]:
-        """The loads to begin; empty for none."""
+    def intend(self, found: PrefixFound, now: float) -> Intent:
+        """What to load."""
         ...
 
 
@@ -200,7 +204,10 @@ class Scheduler:
                 self._waiting.remove(request)
             case Phase.RUNNING:
                 self._running.remove(request)
-                self._release(request, now)
+                if request.is_loading:
+                    self._forget_coming(request)
+                else:
+                    self._release(request, now)
             case Phase.LOADING:
                 del self._loading[request.number]
                 self._forget_coming(request)
@@ -215,37 +222,46 @@ class Scheduler:
         releases them once nobody writes there.
         """
         holder = request.holder
-        del self._loading[request.number]
+        if request.phase is Phase.LOADING:
+            del self._loading[request.number]
+        else:
+            self._running.remove(request)
         self._forget_coming(request)
+        request.computed = request.sealed_blocks = 0
+        request.ahead = None
         request.below = ()
         request.was_admitted = False
         self.add(request)
         return holder
 
-    def abandoned_ended(self, request: Request, holder: str, blocks_count: int, now: float) -> None:
-        """The load of a request that went on without it, or ended, is over: what came is cached."""
-        tokens = self._blocks.computed_tokens(holder) + blocks_count * self._block_tokens
-        self._blocks.seal(holder, tokens, request.chain.keys, now)
+    def abandoned_ended(self, start: LoadStart, holder: str, blocks_count: int, now: float) -> None:
+        """The load of a request that went on without it, or ended, is over: what came is cached.
+
+        Unless the request never came to where the load begins: then nothing ties it to the chain.
+        """
+        tokens = self._blocks.computed_tokens(holder)
+        if tokens == start.first_block * self._block_tokens:
+            tokens += blocks_count * self._block_tokens
+            self._blocks.seal(holder, tokens, start.request.chain.keys, now)
         self._blocks.release(holder, now)
 
-    def loaded(
-        self, request: Request, blocks_count: int, runs: Sequence[LoadRun], now: float
-    ) -> None:
-        """So many blocks of a load arrived, from the first on; the request runs."""
-        del self._loading[request.number]
-        self._forget_coming(request)
-        for source, count in _by_source(runs, blocks_count):
-            if not request.preemptions:
-                tokens = count * self._block_tokens
-                request.cached[source] = request.cached.get(source, 0) + tokens
-        request.computed += blocks_count * self._block_tokens
-        self._seal(request, now)
-        self._run(request)
+    def loaded(self, start: LoadStart, blocks_count: int, now: float) -> None:
+        """So many blocks of a load arrived, from the first on; the request runs, or goes on."""
+        request = start.request
+        if request.phase is Phase.LOADING:
+            del self._loading[request.number]
+            self._forget_coming(request)
+            request.ahead = Ahead(start.first_block, blocks_count, start.runs)
+            self._meet(request, now)
+            self._run(request)
+            return
+        request.ahead = Ahead(start.first_block, blocks_count, start.runs)
+        self._meet(request, now)
 
     @property
     def blocks_taken_max(self) -> int:
         """Blocks that the next plan may take, of each group, at most."""
-        waiting = sum(len(r.below) for r in islice(self._waiting, SCAN_MAX))
+        waiting = sum(len(r.below[0]) for r in islice(self._waiting, SCAN_MAX) if r.below)
         step = self._blocks_of(self._limits.step_tokens_max) + self._limits.sequences_max
         return step + waiting
 
@@ -275,12 +291,16 @@ class Scheduler:
         request.computed = part.stop
         request.computed_tokens += part.tokens_count
         self._seal(request, now)
+        self._meet(request, now)
 
     # ---- parts
 
     def _chunk(self, request: Request, room: _Room, parts: dict[int, Part], now: float) -> None:
-        """Give a prefill its chunk, where there is room for one."""
-        count = room.chunk(request.uncomputed, request.computed)
+        """Give a prefill its chunk, where there is room for one, and up to what is being loaded."""
+        wished = request.uncomputed
+        if request.ahead is not None:
+            wished = request.ahead.first_block * self._block_tokens - request.computed
+        count = room.chunk(wished, request.computed)
         if count <= 0 or request.phase is not Phase.RUNNING:
             return
         stop = request.computed + count
@@ -293,7 +313,9 @@ class Scheduler:
         if request.phase is not Phase.RUNNING:
             return False  # it gave way a moment ago
         while (growth := self._blocks.grow(request.holder, tokens, now)) is None:
-            victim = self._running[-1]
+            # Nobody may take blocks that are being written from below.
+            victims = (one for one in reversed(self._running) if not one.is_loading)
+            victim = next(victims, request)
             if victim.rank <= request.rank:
                 self.counts.starved += 1
                 return False
@@ -315,6 +337,7 @@ class Scheduler:
         self._forget_coming(request)
         self._blocks.release(request.holder, now)
         request.computed = request.sealed_blocks = 0
+        request.ahead = None
 
     def _admit_waiting(self, room: _Room, plan: Plan, parts: dict[int, Part], now: float) -> None:
         seats = self._limits.sequences_max - len(self._running) - len(self._loading)
@@ -361,21 +384,54 @@ class Scheduler:
             request.cached = {Source.GPU: computed} if computed else {}
             request.was_admitted = True
         self._announce_coming(request, hit)
-        below = (
-            request.below[max(0, hit - request.below_from) :] if hit >= request.below_from else ()
-        )
-        found = PrefixFound(len(request.tokens), hit, below)
-        runs = self._decider.runs(found, now) if below else ()
-        request.below = ()
-        wanted = sum(run.blocks_count for run in runs)
-        self.counts.recomputed_by_choice += min(len(below), len(keys) - hit) - wanted
-        adoption = self._blocks.adopt(request.holder, wanted, now) if wanted else None
-        if adoption is None:
+        start = self._load_start(request, hit, len(keys), now)
+        if start is None:
+            self._run(request)
+            return
+        plan.loads.append(start)
+        if start.first_block > hit:
+            request.ahead = Ahead(start.first_block, None, start.runs)
             self._run(request)
             return
         request.phase = Phase.LOADING
         self._loading[request.number] = request
-        plan.loads.append(LoadStart(request, hit, runs, adoption))
+
+    def _load_start(
+        self, request: Request, hit: int, keys_count: int, now: float
+    ) -> LoadStart | None:
+        """Decide what to load of what the lookup found, and take the blocks for it."""
+        below, since = request.below, hit - request.below_from
+        request.below = ()
+        if since < 0 or not any(group[since:] for group in below):
+            return None
+        found = PrefixFound(len(request.tokens), hit, tuple(group[since:] for group in below))
+        intent = self._decider.intend(found, now)
+        held = min(leading(found.below[0]), keys_count - hit)
+        self.counts.recomputed_by_choice += max(0, held - intent.blocks_count)
+        if not intent.runs:
+            return None
+        total = intent.head_blocks + intent.blocks_count
+        adoption = self._blocks.adopt(request.holder, total, now)
+        if adoption is None:
+            return None
+        first = hit + intent.head_blocks
+        entries = _entries(adoption, first)
+        return LoadStart(request, first, intent.blocks_count, intent.runs, entries)
+
+    def _meet(self, request: Request, now: float) -> None:
+        """A request that came to the first block of a load that is over goes on behind it."""
+        ahead = request.ahead
+        if ahead is None or ahead.arrived_blocks is None:
+            return
+        if request.computed < ahead.first_block * self._block_tokens:
+            return
+        request.ahead = None
+        if not request.preemptions:
+            for source, count in _by_source(ahead.runs, ahead.arrived_blocks):
+                tokens = count * self._block_tokens
+                request.cached[source] = request.cached.get(source, 0) + tokens
+        request.computed += ahead.arrived_blocks * self._block_tokens
+        self._seal(request, now)
 
     def _run(self, request: Request) -> None:
         request.phase = Phase.RUNNING
@@ -420,8 +476,25 @@ class Scheduler:
         )
 
 
+def _entries(adoption: Adoption, first: int) -> tuple[tuple[int, int, BlockId], ...]:
+    """(group, place, block) of all that is to be filled, from a block of the sequence on."""
+    return tuple(
+        (group, place, block)
+        for group, blocks in enumerate(adoption.blocks)
+        for place, block in blocks
+        if place >= first
+    )
+
+
 def _by_source(runs: Sequence[LoadRun], blocks_count: int) -> Iterator[tuple[Source, int]]:
-    """How many of the first `blocks_count` blocks each run stands for."""
+    """How many of the first `blocks_count` blocks each run stands for.
+
+    Those that only a window spared are counted with the last run.
+    """
+    runs = [run for run in runs if run.group == 0]
+    spared = blocks_count - sum(run.blocks_count for run in runs)
+    if runs and spared > 0:
+        yield runs[-1].source, spared
     for run in runs:
         count = min(run.blocks_count, blocks_count)
         if count:

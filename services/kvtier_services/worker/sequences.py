@@ -13,6 +13,7 @@ from kvtier.core.eviction import PRIORITY_DEFAULT, Retention
 from kvtier.core.frame import FrameName, KeyKind, frame_names
 from kvtier.core.keys import KEY_BYTES, prefix_keys
 from kvtier.types import Fingerprint, PrefixKey, Source
+from kvtier_services.worker.l2.port import LoadRun
 from kvtier_services.worker.requests import CachedTokens, GenerationRequest
 
 
@@ -25,6 +26,17 @@ class Phase(Enum):
     """Holds blocks that are being written from below."""
     RUNNING = auto()
     ENDED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A load that begins beyond what a request has computed: both go on at once."""
+
+    first_block: int
+    """Where the computing stops until the load is over."""
+    arrived_blocks: int | None
+    """From the first on; None while it is under way."""
+    runs: tuple[LoadRun, ...]
 
 
 class KeyChain:
@@ -73,8 +85,9 @@ class Request:
     """Leading blocks that the prefix cache knows."""
     below_from: int = 0
     """First block that the lookup asked for."""
-    below: tuple[Source, ...] = ()
-    """What the lookup found, from `below_from` on, without a gap."""
+    below: tuple[tuple[Source | None, ...], ...] = ()
+    """What the lookup found of each layer group, from block `below_from` on."""
+    ahead: Ahead | None = None
     cached: dict[Source, int] = field(default_factory=dict)
     """Prompt tokens that were not computed, by where they came from."""
     worth: Sequence[Retention] = ()
@@ -91,6 +104,13 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Lower is more important: priority as the client has it, then age."""
         return self.terms.priority, self.number
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks that it holds are being written from below."""
+        if self.phase is Phase.LOADING:
+            return True
+        return self.ahead is not None and self.ahead.arrived_blocks is None
 
     @property
     def prompt_count(self) -> int:

@@ -149,15 +149,12 @@ class StoreConnector:
                 )
         except TimeoutError:
             return Looked(order.ticket, (), is_known=False)
-        sources: list[Source] = []
-        for held in tiers:
-            nearest = min((t for t in held if t in SOURCE_OF_TIER), default=None)
-            if nearest is None:
-                break
-            sources.append(SOURCE_OF_TIER[nearest])
+        nearest = (min((t for t in held if t in SOURCE_OF_TIER), default=None) for held in tiers)
+        sources = tuple(None if tier is None else SOURCE_OF_TIER[tier] for tier in nearest)
         # The client answers "nowhere" where it cannot ask: soon while the store is left alone.
-        late = not sources and time.monotonic() - began_s >= order.deadline_s
-        return Looked(order.ticket, tuple(sources), is_known=not late)
+        found = any(source is not None for source in sources)
+        late = not found and time.monotonic() - began_s >= order.deadline_s
+        return Looked(order.ticket, () if late else sources, is_known=not late)
 
     async def _load(self, order: Load) -> Loaded:
         """Run after run, so that each is measured alone and has its own time."""

@@ -18,7 +18,7 @@ Ticket = NewType("Ticket", int)
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Ask from where the leading blocks of a chain could come."""
+    """Ask from where blocks could come."""
 
     ticket: Ticket
     names: tuple[FrameName, ...]
@@ -34,6 +34,8 @@ class LoadRun:
     blocks_count: int
     deadline_s: float
     """A duration, from the start of this run."""
+    group: int = 0
+    """Of layers: to whom the blocks belong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,11 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """From where the leading blocks could come, head first; shorter where a block is nowhere."""
+    """From where the blocks could come, one each; None where a block is nowhere."""
 
     ticket: Ticket
-    sources: tuple[Source, ...]
+    sources: tuple[Source | None, ...]
+    """Empty where nobody answered."""
     is_known: bool
     """False where nobody could be asked, or did not answer in time."""
 
