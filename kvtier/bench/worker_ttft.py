@@ -10,7 +10,7 @@ import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -27,6 +27,7 @@ QUESTION_TOKENS: Final = 15
 ANSWER_TOKENS: Final = 8
 L1_MAX, DRAM_MAX, NVME_MAX = 0.10, 0.13, 0.20
 LOAD_MAX: Final = 2.5
+LOADED_SHARE_MIN: Final = 0.3
 GPU_MAX: Final = 0.75
 GPU_TOKENS_PER_S: Final = 30_000
 GPU_TOKEN_BYTES: Final = 128 << 10
@@ -79,6 +80,9 @@ class Rounds:
 
     rounds: list[Round] = field(default_factory=list)
     differing: int = 0
+    loaded: int = 0
+    """Tokens that came from DRAM, of `asked`."""
+    asked: int = 0
 
     def against_cold(self, of: Callable[[Round], float | None]) -> Pairs:
         """Pairs of one time with the cold one."""
@@ -190,6 +194,11 @@ def gpu_rows(node: Node, sizes: TtftSizes) -> list[Result]:
         ),
         dram.result("emulated GPU TTFT from DRAM / cold", GPU_MAX, Bar.AT_MOST),
         _median("emulated GPU prefix, memcpy", [one.copy for one in measured.rounds]),
+        Result(
+            "emulated GPU, part of the prefix loaded, the rest computed meanwhile",
+            measured.loaded / measured.asked,
+            "share",
+        ),
         Result("emulated GPU answers that differ", measured.differing, "answers", 0, Bar.AT_MOST),
     ]
 
@@ -249,10 +258,23 @@ def _round(
     if nvme is not None:
         answers.append((nvme, {"nvme": prefix}))
     for answer, tiers in answers:
-        if dict(answer.cached) != tiers:
+        if not _came_from(answer.cached, tiers):
             raise BackendError(f"{prefix} tokens should come from {tiers}, not {answer.cached}")
         measured.differing += answer.tokens != cold.tokens
+    measured.loaded += sum(dram.cached.values())
+    measured.asked += prefix
     return Round(cold.ttft_s, l1.ttft_s, dram.ttft_s, None if nvme is None else nvme.ttft_s, 0.0)
+
+
+def _came_from(cached: Mapping[str, int], wished: Mapping[str, int]) -> bool:
+    """Whether tokens came from the right tier: L1 has all; of what is below, the worker may compute
+    the head while it loads the rest."""
+    if set(cached) != set(wished):
+        return False
+    return all(
+        count == wished[tier] or (tier != "gpu" and count >= LOADED_SHARE_MIN * wished[tier])
+        for tier, count in cached.items()
+    )
 
 
 class Copying:
