@@ -175,3 +175,52 @@ def arena_read(
     destinations: Sequence[BytesLike],
 ) -> bytes: ...
 def instances(kind: type[_T], columns: tuple[object, ...], count: int) -> list[_T]: ...
+
+class Words:
+    def __init__(
+        self,
+        cut: str,
+        digits: int,
+        bytes: Integers,
+        merges: Integers,
+        whole: dict[bytes, int] | None = None,
+    ) -> None: ...
+    def encode(self, text: str, start: int = 0, head: int | None = None) -> bytes | None: ...
+
+class Scorer:
+    def __init__(
+        self,
+        slots: Integers,
+        holders: Integers,
+        fixed: npt.NDArray[np.float64],
+        ranking: Integers,
+        weights: npt.NDArray[np.float64],
+        groups: Sequence[tuple[Integers, int, int]],
+    ) -> None: ...
+    def set_speeds(
+        self,
+        token_s: npt.NDArray[np.float64],
+        pair_s: npt.NDArray[np.float64],
+        latency_s: npt.NDArray[np.float64],
+        byte_s: npt.NDArray[np.float64],
+    ) -> None: ...
+    def begin(self) -> None: ...
+    def add(self, group: int, result: MatchResult) -> None: ...
+    def decide(
+        self,
+        columns: npt.NDArray[np.float64],
+        foreign: npt.NDArray[np.int64],
+        mask: npt.NDArray[np.bool_],
+        asked: tuple[float, float, float, float],
+        hashes: Integers,
+        group: int,
+    ) -> tuple[
+        int,
+        float,
+        float,
+        float,
+        float,
+        float,
+        float,
+        tuple[float, float, float, float, float, float],
+    ]: ...

@@ -99,6 +99,7 @@ class TextModel:
         self._boundaries = boundaries_of(files.tokenizer, rules, files.splits_special_tokens)
         by_words = self._boundaries.are_all_tokens
         self._words = words_of(self._tokenizer, files.tokenizer) if by_words else None
+        self._heads: dict[str, int | None] = {}
         self._cache = SegmentCache(config.segment_cache_bytes)
         self._affixes = _affixes(files.tokenizer)
         self.digests = TextDigests(files.tokenizer_digest(), files.template_digest())
@@ -245,12 +246,16 @@ class TextModel:
     def _tokens_of(self, segment: str) -> TokenIds:
         if self._words is not None:
             head = self._boundaries.head(segment)
-            head_id = self.token_id(head) if head else None
-            tokens = self._words.encode(segment[len(head) :])
+            tokens = self._words.encode(segment, len(head), self._head_id(head))
             if tokens is not None:
-                first = [] if head_id is None else [head_id]
-                return np.array(first + tokens, dtype=np.uint32)
+                return tokens
         return self._run(segment, SpecialTokens.OMIT)
+
+    def _head_id(self, head: str) -> int | None:
+        """The id of an added token that segments begin with; remembered, as there are few."""
+        if head not in self._heads:
+            self._heads[head] = self.token_id(head) if head else None
+        return self._heads[head]
 
     def _run(self, text: str, special_tokens: SpecialTokens) -> TokenIds:
         try:

@@ -104,3 +104,30 @@ def test_slot_allocator_keeps_its_counts_whatever_it_is_handed(
             getattr(allocator, method)(argument)
     counted = allocator.free_count + allocator.used_count + allocator.quarantined_count
     assert counted == allocator.slots_count == 8
+
+
+@settings(max_examples=200)
+@given(arguments=st.lists(values, min_size=3, max_size=6), calls=st.lists(values, max_size=6))
+def test_words_and_scorers_answer_or_refuse_whatever_they_are_handed(
+    arguments: list[object], calls: list[object]
+) -> None:
+    single = np.arange(128, dtype=np.uint32)
+    words = _native.Words("gpt-2", 0, single, np.array([97, 98, 200], np.uint32))
+    rows, ones = np.arange(2, dtype=np.uint32), np.ones(2)
+    seeds = np.arange(2, dtype=np.uint64)
+    scorer = _native.Scorer(rows, rows, np.ones((2, 3)), seeds, np.ones(9), [(rows, 16, 64)])
+    scorer.set_speeds(ones, ones, np.ones((2, 6)), np.ones((2, 6)))
+    for call in (
+        lambda: _native.Words("llama-3", *arguments),  # type: ignore[arg-type]
+        lambda: _native.Words(*arguments),  # type: ignore[arg-type]
+        lambda: _native.Scorer(rows, rows, *arguments),  # type: ignore[arg-type]
+        lambda: words.encode(*arguments[:3]),  # type: ignore[arg-type]
+        lambda: words.encode("ab c", *arguments[:2]),  # type: ignore[arg-type]
+        lambda: scorer.add(*arguments[:2]),  # type: ignore[arg-type]
+        lambda: scorer.set_speeds(ones, *arguments[:3]),  # type: ignore[arg-type]
+        lambda: scorer.decide(*calls),  # type: ignore[arg-type]
+        lambda: scorer.decide(np.ones((9, 2)), *calls[:5]),  # type: ignore[arg-type]
+    ):
+        with contextlib.suppress(ValueError, TypeError):
+            call()
+    assert words.encode("ab c") == np.array([200, 32, 99], np.uint32).tobytes()

@@ -1,5 +1,6 @@
 """Text that is tokenised word by word has the tokens that the tokenizer gives it."""
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 from kvtier.limits import WORD_CHARS_MAX, WORDS_COUNT_MAX
 from kvtier.text import SpecialTokens, TextModel
+from kvtier.text.words import NativeWords, words_of
 from tests.support.text_models import byte_level_bpe, metaspace_bpe, word_piece, write_model
 
 LLAMA_3 = (
@@ -175,3 +177,36 @@ def test_more_words_than_the_table_holds_and_longer_ones_keep_their_tokens(
     numbers = " ".join(f"{n:x}" for n in range(WORDS_COUNT_MAX, WORDS_COUNT_MAX + 40_000))
     for text in (numbers, "x" * (WORD_CHARS_MAX * 3), numbers[:1000]):
         assert model.encode(text, SpecialTokens.OMIT).tolist() == whole(tokenizer, text)
+
+
+def ignoring_merges() -> Tokenizer:
+    """As Llama 3: a word that is a token is taken whole, whatever its merges would give."""
+    tokenizer = cut_by(splitting(LLAMA_3))
+    parts = json.loads(tokenizer.to_str())
+    parts["model"]["ignore_merges"] = True
+    parts["model"]["vocab"]["\u0120zyx"] = max(parts["model"]["vocab"].values()) + 1
+    return Tokenizer.from_str(json.dumps(parts))
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama 3", "qwen 2", "single digits"])
+def test_well_known_expressions_are_cut_natively_and_alike(name: str) -> None:
+    tokenizer = BY_WORDS[name]()
+    parts = json.loads(tokenizer.to_str())
+    words = words_of(tokenizer, parts)
+    assert isinstance(words, NativeWords)
+    text = "It's 12345 of  them:\r\n\r\n\tWE'LL see... 'tis \n x_y  "
+    found = words.encode(text, 0, 7)
+    assert found is not None
+    assert found.tolist() == [7, *whole(tokenizer, text)]
+    assert words.encode("caf\u00e9") is None
+    assert words.encode("x" * 1000) is None
+
+
+def test_a_word_that_is_a_token_is_taken_whole_where_merges_are_ignored() -> None:
+    tokenizer = ignoring_merges()
+    words = words_of(tokenizer, json.loads(tokenizer.to_str()))
+    assert isinstance(words, NativeWords)
+    found = words.encode("a zyx b")
+    assert found is not None
+    assert found.tolist() == whole(tokenizer, "a zyx b")
+    assert tokenizer.token_to_id("\u0120zyx") in found.tolist()

@@ -13,5 +13,7 @@ void bind_copy(nanobind::module_& m);
 void bind_slots(nanobind::module_& m);
 void bind_arena(nanobind::module_& m);
 void bind_instances(nanobind::module_& m);
+void bind_words(nanobind::module_& m);
+void bind_scorer(nanobind::module_& m);
 
 }  // namespace kvtier

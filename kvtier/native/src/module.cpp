@@ -13,4 +13,6 @@ NB_MODULE(_native, m) {
   kvtier::bind_slots(m);
   kvtier::bind_arena(m);
   kvtier::bind_instances(m);
+  kvtier::bind_words(m);
+  kvtier::bind_scorer(m);
 }

@@ -356,10 +356,16 @@ Digest PrefixIndex::digest(std::int64_t holder, std::int64_t tier, std::int64_t 
   return {holders_.lane_at(lane).copies, holders_.lane_at(lane).digest};
 }
 
-bool PrefixIndex::predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at) {
+std::optional<bool> PrefixIndex::predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at,
+                                         bool wait) {
   if (!std::isfinite(expires_at)) refuse("expires_at must be finite");
   check_blocks(hashes.count, limits_.match_blocks_max);
-  const std::lock_guard lock(gate_);
+  std::unique_lock lock(gate_, std::defer_lock);
+  if (wait) {
+    lock.lock();
+  } else if (!lock.try_lock()) {
+    return std::nullopt;
+  }
   const std::uint32_t number = check_holder(worker);
   if (holders_[number].spec.kind != Kind::WORKER) refuse("holder " + std::to_string(worker) + " is no worker");
   const auto known = tickets_.find(ticket);
@@ -395,8 +401,13 @@ std::uint64_t PrefixIndex::drop(Tickets::iterator ticket) {
   return blocks;
 }
 
-bool PrefixIndex::release(std::uint64_t ticket) {
-  const std::lock_guard lock(gate_);
+std::optional<bool> PrefixIndex::release(std::uint64_t ticket, bool wait) {
+  std::unique_lock lock(gate_, std::defer_lock);
+  if (wait) {
+    lock.lock();
+  } else if (!lock.try_lock()) {
+    return std::nullopt;
+  }
   const auto known = tickets_.find(ticket);
   if (known == tickets_.end()) return false;
   drop(known);

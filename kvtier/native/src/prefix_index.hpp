@@ -144,9 +144,10 @@ class PrefixIndex {
               const std::vector<std::uint32_t>& run_lengths);
   Digest digest(std::int64_t holder, std::int64_t tier, std::int64_t shard) const;
 
-  // False, and nothing is predicted, where the tickets have their share of the budget already.
-  bool predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at);
-  bool release(std::uint64_t ticket);
+  // False, and nothing is predicted, where the tickets have their share of the budget already. Nothing at all, for both,
+  // where another thread has the index and `wait` is false.
+  std::optional<bool> predict(std::int64_t worker, Hashes hashes, std::uint64_t ticket, double expires_at, bool wait);
+  std::optional<bool> release(std::uint64_t ticket, bool wait);
   std::uint64_t expire(double now);
 
   Stats stats() const;

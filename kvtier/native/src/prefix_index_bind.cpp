@@ -274,11 +274,22 @@ void bind_prefix_index(nb::module_& m) {
           "predict",
           [](PrefixIndex& self, std::int64_t worker, nb::handle hashes, std::uint64_t ticket, double expires_at) {
             const HashArray array(hashes, "hashes");
+            if (array.size() <= APPLY_WITH_GIL_MAX) {
+              const auto done = self.predict(worker, hashes_of(array), ticket, expires_at, false);
+              if (done) return *done;
+            }
             const nb::gil_scoped_release release;
-            return self.predict(worker, hashes_of(array), ticket, expires_at);
+            return self.predict(worker, hashes_of(array), ticket, expires_at, true).value();
           },
           nb::arg("worker"), nb::arg("hashes"), nb::arg("ticket"), nb::arg("expires_at"))
-      .def("release", &PrefixIndex::release, nb::arg("ticket"), Release())
+      .def(
+          "release",
+          [](PrefixIndex& self, std::uint64_t ticket) {
+            if (const auto done = self.release(ticket, false)) return *done;
+            const nb::gil_scoped_release release;
+            return self.release(ticket, true).value();
+          },
+          nb::arg("ticket"))
       .def("expire", &PrefixIndex::expire, nb::arg("now"), Release())
       .def("stats", &stats);
 }
