@@ -223,4 +223,5 @@ class Scorer:
         float,
         float,
         tuple[float, float, float, float, float, float],
+        bytes,
     ]: ...

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _native
-from kvtier.core.costs import FloatArray, SpeedTable
+from kvtier.core.costs import SOURCES_COUNT, FloatArray, SpeedTable
 from kvtier.core.prefix_index import MatchResult
-from kvtier.core.scoring import BoolArray, IntArray, Weights
+from kvtier.core.scoring import BoolArray, Components, IntArray, Weights
 from kvtier.errors import CallerError
 
 COLUMNS: Final = (
@@ -33,6 +33,9 @@ COLUMNS: Final = (
 """What a router counts of each slot, in the order in which `decide` reads it: f64 each."""
 NO_ROW: Final = 2**32 - 1
 """Among `RowGroup.rows` a holder without a row; among `Rows.holders` a row without a holder."""
+_PARTS: Final = (
+    "queue_s", "load_s", "compute_s", "decode_s", "adapter_s", "ttft_s", "total_s", "reused_tokens",
+)  # fmt: skip
 _NO_HASHES: Final = np.empty(0, np.uint64)
 
 
@@ -85,6 +88,16 @@ class RowPick(NamedTuple):
     reused_tokens: float
     held_tokens: tuple[float, float, float, float, float, float]
     """By Source."""
+    costs: bytes
+    """Of every row; see `costs_of`."""
+
+
+def costs_of(pick: RowPick) -> tuple[Components, FloatArray]:
+    """Every row's parts of the cost, as `scoring.decide` tells them, and what each holds,
+    (rows, sources). Of a row that was no candidate only the latter, and an infinite total."""
+    rows = np.frombuffer(pick.costs, np.float64).reshape(-1, len(_PARTS) + SOURCES_COUNT).copy()
+    parts = dict(zip(_PARTS, rows.T, strict=False))
+    return Components(**parts), rows[:, len(_PARTS) :]
 
 
 class RowScorer:

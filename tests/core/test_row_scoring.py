@@ -1,5 +1,6 @@
 """Native scoring of rows decides as `scoring.decide` does, from columns by slot."""
 
+from dataclasses import fields
 from random import Random
 
 import numpy as np
@@ -20,8 +21,9 @@ from kvtier.core.row_scoring import (
     RowPick,
     Rows,
     RowScorer,
+    costs_of,
 )
-from kvtier.core.scoring import Ask, Decision, Fleet, Weights, decide
+from kvtier.core.scoring import Ask, Components, Decision, Fleet, Weights, decide
 from kvtier.errors import CallerError
 from kvtier.types import HolderId, HolderKind, Source, Tier
 
@@ -172,6 +174,12 @@ def test_native_scoring_decides_as_its_twin(seed: int, rows: int, siblings: bool
     ):
         assert told == pytest.approx(float(known[row]), rel=CLOSE, abs=CLOSE)
     assert list(pick.held_tokens) == fleet.held_tokens[row].tolist()
+    told, held = costs_of(pick)
+    assert held.tolist() == fleet.held_tokens.tolist()
+    for part in fields(Components):
+        mine, known = getattr(told, part.name)[case.mask], getattr(costs, part.name)[case.mask]
+        assert mine == pytest.approx(known, rel=CLOSE, abs=CLOSE)
+    assert np.isinf(told.total_s[~case.mask]).all()
 
 
 def test_sources_and_weights_are_those_that_the_native_side_reads() -> None:

@@ -110,15 +110,19 @@ std::uint64_t mixed(std::uint64_t value) {  // splitmix64's finaliser
   return value ^ value >> 31;
 }
 
+// Handed over as it lies here, what a row holds behind it: kvtier.core.row_scoring reads it.
 struct Cost {
-  double queued_tokens = 0;
   double queue_s = 0;
   double load_s = 0;
   double compute_s = 0;
+  double decode_s = 0;
+  double adapter_s = 0;
   double ttft_s = 0;
   double total_s = INF;
   double reused = 0;
 };
+constexpr std::size_t COST_BYTES = sizeof(Cost);
+constexpr std::size_t HELD_BYTES = SOURCES * sizeof(double);
 
 struct Question {
   double prompt_tokens;
@@ -149,6 +153,7 @@ class Scorer {
     for (const nb::handle group : groups) read_group(group, rows);
     held_.resize(rows * SOURCES);
     costs_.resize(rows);
+    queued_.resize(rows);
   }
 
   void set_speeds(nb::handle token_s, nb::handle pair_s, nb::handle latency_s, nb::handle byte_s) {
@@ -203,11 +208,23 @@ class Scorer {
     const std::size_t row = chain.size() == 0 ? draw(recent, question.u) : first(recent, question, chain, groups_[number]);
     const Cost& cost = costs_[row];
     const double* const held = held_.data() + row * SOURCES;
-    return nb::make_tuple(row, cost.queued_tokens, cost.queue_s, cost.load_s, cost.compute_s, cost.ttft_s, cost.reused,
-                          nb::make_tuple(held[0], held[1], held[2], held[3], held[4], held[5]));
+    return nb::make_tuple(row, queued_[row], cost.queue_s, cost.load_s, cost.compute_s, cost.ttft_s, cost.reused,
+                          nb::make_tuple(held[0], held[1], held[2], held[3], held[4], held[5]), told());
   }
 
  private:
+  // All costs, for who asks later.
+  nb::bytes told() const {
+    nb::bytes result = new_bytes(costs_.size() * (COST_BYTES + HELD_BYTES));
+    std::uint8_t* at = contents(result);
+    for (std::size_t row = 0; row < costs_.size(); ++row) {
+      std::memcpy(at, &costs_[row], COST_BYTES);
+      std::memcpy(at + COST_BYTES, held_.data() + row * SOURCES, HELD_BYTES);
+      at += COST_BYTES + HELD_BYTES;
+    }
+    return result;
+  }
+
   static constexpr std::uint32_t NO_ROW = UINT32_MAX;
 
   struct Group {
@@ -255,7 +272,8 @@ class Scorer {
   double score(const Doubles& counted, const Counts& waiting, const Flags& candidates, const Question& question) {
     double best = INF;
     for (std::size_t row = 0; row < slots_.size(); ++row) {
-      costs_[row].total_s = INF;
+      costs_[row] = Cost{};
+      queued_[row] = 0;
       if (candidates.data()[row] == 0) continue;
       const double foreign = holders_[row] < waiting.size() ? static_cast<double>(waiting.data()[holders_[row]]) : 0.0;
       score_row(row, counted.data() + slots_[row], counted.size() / COLUMNS, foreign, question);
@@ -270,8 +288,8 @@ class Scorer {
     const auto column = [at, stride](Column number) { return at[number * stride]; };
     Cost& cost = costs_[row];
     const double token_s = token_s_[row];
-    cost.queued_tokens = std::max(column(QUEUED_BEYOND) - (question.now - column(QUEUED_AT)) / token_s, 0.0);
-    cost.queue_s = token_s * (cost.queued_tokens + (column(OWN_TOKENS) + foreign));
+    queued_[row] = std::max(column(QUEUED_BEYOND) - (question.now - column(QUEUED_AT)) / token_s, 0.0);
+    cost.queue_s = token_s * (queued_[row] + (column(OWN_TOKENS) + foreign));
     reuse(row, column(DISTRUST_S) + question.age_s, question.prompt_tokens, cost);
     const double capacity_tokens = fixed_[3 * row], is_loaded = fixed_[3 * row + 2];
     const double wait_s = cost.queue_s + cost.compute_s;
@@ -279,11 +297,11 @@ class Scorer {
     const double pinned = column(OWN_KV_TOKENS) + column(OTHER_KV_TOKENS);
     const double missing = std::max(0.0, pinned + question.prompt_tokens - capacity_tokens);
     const double decoding = column(OWN_DECODING) + column(OTHER_RUNNING);
-    const double decode_s = decoding * weights_[DECODE_STEP_S] * steps + missing * token_s;
-    const double adapter_s = is_loaded != 0.0 ? 0.0 : weights_[ADAPTER_LOAD_S];
+    cost.decode_s = decoding * weights_[DECODE_STEP_S] * steps + missing * token_s;
+    cost.adapter_s = is_loaded != 0.0 ? 0.0 : weights_[ADAPTER_LOAD_S];
     const double visible_s = std::max(cost.load_s - cost.queue_s, 0.0);
     const double hidden_s = weights_[OVERLAP] * std::min(visible_s, cost.compute_s);
-    cost.ttft_s = wait_s + visible_s - hidden_s + decode_s + adapter_s;
+    cost.ttft_s = wait_s + visible_s - hidden_s + cost.decode_s + cost.adapter_s;
     cost.total_s = cost.ttft_s + weights_[WORK] * cost.compute_s;
   }
 
@@ -370,6 +388,7 @@ class Scorer {
   std::vector<double> token_s_, pair_s_, latency_s_, byte_s_;
   std::vector<double> held_;
   std::vector<Cost> costs_;
+  std::vector<double> queued_;  // tokens that wait beyond all routers
   std::vector<std::uint32_t> near_;
 };
 

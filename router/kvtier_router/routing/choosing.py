@@ -13,7 +13,8 @@ import numpy as np
 
 from kvtier.core.costs import SOURCES_COUNT, FloatArray, SpeedTable
 from kvtier.core.prefix_index import MatchResult
-from kvtier.core.scoring import Ask, Decision, candidates, decide
+from kvtier.core.row_scoring import RowPick, costs_of
+from kvtier.core.scoring import Ask, Decision, Weights, candidates, decide
 from kvtier.errors import UnavailableError
 from kvtier.types import PrefixHash
 from kvtier_router.routing.config import RoutingConfig
@@ -33,6 +34,28 @@ class Choice:
     row: int
     decision: Decision | None
     """None where another policy than the cost decided."""
+
+
+def picked(
+    table: Table, choice: Choice, speeds: SpeedTable, prompt_tokens: int, *, is_split: bool
+) -> RowPick:
+    """A choice as native scoring tells it. Where no cost decided, and of a split request
+    (`is_split`), its parts are those of a whole prefill."""
+    row, fleet, decision = choice.row, table.fleet, choice.decision
+    gpu, predicted, dram, nvme, peer, redis = fleet.held_tokens[row].tolist()
+    held = (gpu, predicted, dram, nvme, peer, redis)
+    queued = float(fleet.queued_tokens[row])
+    ttft_s, reused = 0.0, 0.0
+    if decision is not None:
+        costs = decision.costs
+        ttft_s, reused = float(costs.ttft_s[row]), float(costs.reused_tokens[row])
+        if not is_split:
+            parts = float(costs.queue_s[row]), float(costs.load_s[row]), float(costs.compute_s[row])
+            return RowPick(row, queued, *parts, ttft_s, reused, held)
+    token_s, pair_s = float(speeds.prefill_token_s[row]), float(speeds.prefill_pair_s[row])
+    queue_s = token_s * (queued + float(fleet.reserved_tokens[row]))
+    compute_s = prompt_tokens * (token_s + pair_s * prompt_tokens / 2.0)
+    return RowPick(row, queued, queue_s, 0.0, compute_s, ttft_s, reused, held)
 
 
 def scatter(table: Table, group: int, result: MatchResult, held: Floats) -> None:
@@ -92,16 +115,17 @@ class Eligibility:
         self._standing = standing
 
     def mask(self, table: Table, ask: RouteAsk, shut: frozenset[int], now: float) -> Bools:
-        """Rows that may serve `ask`; `shut` are slots whose breaker has just said no. A new array.
+        """Rows that may serve `ask`; `shut` are slots whose breaker has just said no. Shared:
+        do not write to it.
 
         UnavailableError, with the states of all, where there is none.
         """
         roster = self._roster
         is_troubled = self._standing.update(now)
-        runs = table.roles[ask.stage]
-        mask: Bools = roster.is_open[table.slots] & runs
+        mask = table.open_rows(ask.stage, roster)
         if not mask.any():  # hidden ones: their events are silent, they may well be alive
-            mask = np.array([not (m.is_gone or m.is_draining) for m in table.members]) & runs
+            mask = np.array([not (m.is_gone or m.is_draining) for m in table.members])
+            mask = mask & table.roles[ask.stage]
         if is_troubled:
             mask = self._standing.let_through(table, mask, now)
         if shut:
@@ -160,6 +184,15 @@ class Chooser:
         decision = decide(ask, table.fleet, speeds, self._draw(), self._config.weights)
         return Choice(decision.chosen, decision)
 
+    def draw(self) -> float:
+        return self._draw()
+
+    def thinned(self, table: Table, ask: Ask, mask: Bools) -> tuple[Bools, float]:
+        """Of `mask`, who takes part after canary shares and slow start, with a fresh draw."""
+        table.fleet.eligible = mask
+        table.fleet.ramp = self._roster.ramp[table.slots]
+        return candidates(ask, table.fleet, self._draw())
+
     def by_hash(self, table: Table, ask: Ask, key: PrefixHash) -> Choice:
         """Bounded-load hashing: the same key, the same worker, while its load permits."""
         mask, _ = candidates(ask, table.fleet, _uniform(key))
@@ -199,7 +232,8 @@ class Chooser:
 
     def _loads(self, table: Table) -> FloatArray:
         loads: FloatArray = self._roster.own_requests[table.slots]
-        return loads + self._roster.other_running[table.slots]
+        loads += self._roster.other_running[table.slots]
+        return loads
 
 
 def _uniform(key: int) -> float:
@@ -251,6 +285,36 @@ class DecisionBasis:
         states = tuple("candidate" if takes else "no candidate" for takes in takes_part.tolist())
         told = Explanation(self._table, self._choice, states, self._names, self._held)
         return rows_of(told, wanted)
+
+
+class RowBasis:
+    """A Basis of native scoring: what `DecisionBasis` keeps, made of its bytes when asked."""
+
+    __slots__ = ("_names", "_pick", "_table", "_weights")
+
+    def __init__(
+        self, table: Table, pick: RowPick, weights: Weights, names: dict[int, str]
+    ) -> None:
+        self._table = table
+        self._pick = pick
+        self._weights = weights
+        self._names = names
+
+    @property
+    def rows_count(self) -> int:
+        """See Basis."""
+        return len(self._table)
+
+    def rows(self, most: int) -> tuple[Candidate, ...]:
+        """See Basis."""
+        costs, held = costs_of(self._pick)
+        best_s, weights = float(costs.total_s.min()), self._weights
+        band_s = max(weights.tie_absolute_s, weights.tie_relative * best_s)
+        tied = tuple(np.flatnonzero(costs.total_s <= best_s + band_s).tolist())
+        pool = int(self._table.fleet.pool[self._pick.row])
+        decision = Decision(self._pick.row, None, tied, pool, costs)
+        choice = Choice(self._pick.row, decision)
+        return DecisionBasis(self._table, choice, held, self._names).rows(most)
 
 
 def rows_of(told: Explanation, wanted: Sequence[int] | None = None) -> tuple[Candidate, ...]:

@@ -7,17 +7,19 @@ not change from one request to the next. What must not live here: loads (roster.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.core.fallback import BoundedHash, member_seed
 from kvtier.core.fallback import Member as HashMember
 from kvtier.core.fleet import HolderInfo
 from kvtier.core.identity import AdapterRef, Pool
 from kvtier.core.model_card import Adapter, ModelCard
+from kvtier.core.row_scoring import NO_ROW, RowGroup, Rows, RowScorer
 from kvtier.core.scoring import Fleet
 from kvtier.core.workers import HolderView, WorkerName
 from kvtier.errors import NotFoundError
@@ -25,6 +27,7 @@ from kvtier.replica import ReplicaLook
 from kvtier.types import HolderId, HolderKind, Role, Tier
 from kvtier_router.routing.config import NameRule, NameTarget, RoutingConfig, StaticWorker
 from kvtier_router.routing.roster import UNKNOWN_KV_BYTES, Bools, Ints, Member, Roster
+from kvtier_router.routing.values import Target
 
 ORPHAN_S = 10.0
 """A worker that a new index has not met yet stays for so long: its publisher is on its way."""
@@ -78,12 +81,42 @@ class Table:
     fleet: Fleet
     """Columns that decisions fill; nobody else may keep them."""
     hashing: BoundedHash
+    scorer: RowScorer
+    masks: dict[Role, tuple[int, Bools]] = field(default_factory=dict)
+    """By stage the rows that are open, with the roster's count of changes that they are of."""
+    targets: dict[int, Target] = field(default_factory=dict)
+    """By row, as far as they were needed."""
 
     def __len__(self) -> int:
         return len(self.members)
 
     def group(self, row: int) -> Group:
         return self.groups[int(self.group_of[row])]
+
+    def target(self, row: int) -> Target:
+        """Where requests for a row go; made once."""
+        known = self.targets.get(row)
+        if known is None:
+            member, group = self.members[row], self.group(row)
+            known = self.targets[row] = Target(
+                worker=member.name,
+                address=member.address,
+                model=group.model,
+                pool=group.pool,
+                adapter=group.adapter,
+                node=member.node,
+                store=member.store,
+            )
+        return known
+
+    def open_rows(self, stage: Role, roster: Roster) -> Bools:
+        """Who runs a stage and is open: a shared array, do not write to it."""
+        known = self.masks.get(stage)
+        if known is not None and known[0] == roster.changes_count:
+            return known[1]
+        mask: Bools = roster.is_open[self.slots] & self.roles[stage]
+        self.masks[stage] = roster.changes_count, mask
+        return mask
 
 
 class FleetListener(Protocol):
@@ -279,7 +312,7 @@ class FleetView:
         if known is not None:
             return known
         rule = self._rules.get(name) or NameRule(name, (NameTarget(name),))
-        made = _table(rule, self._present(), self._config.hash_bound)
+        made = _table(rule, self._present(), self._config)
         if made is not None:
             if len(self._tables) >= TABLES_COUNT_MAX:
                 self._tables = {}
@@ -319,7 +352,7 @@ class _Row:
     is_loaded: bool
 
 
-def _table(rule: NameRule, members: Sequence[Member], bound: float) -> Table | None:
+def _table(rule: NameRule, members: Sequence[Member], config: RoutingConfig) -> Table | None:
     """The table of one name; None where nobody serves any of its targets."""
     groups: dict[tuple[int, Pool, AdapterRef | None, bool], Group] = {}
     rows: list[_Row] = []
@@ -338,6 +371,9 @@ def _table(rule: NameRule, members: Sequence[Member], bound: float) -> Table | N
     fleet.pool[:] = [row.group.target for row in rows]
     fleet.adapter_loaded[:] = [row.is_loaded for row in rows]
     group_of = np.array([row.group.number for row in rows], np.int64)
+    rows_by_holder = tuple(
+        _rows_by_holder(holders, group_of == group.number) for group in groups.values()
+    )
     seeds = [HashMember(member_seed(m.name.instance, m.name.dp_rank)) for m in ordered]
     return Table(
         name=rule.name,
@@ -351,9 +387,7 @@ def _table(rule: NameRule, members: Sequence[Member], bound: float) -> Table | N
         has_holder=holders >= 0,
         has_all_holders=bool((holders >= 0).all()),
         holder_max=int(holders.max()),
-        rows_by_holder=tuple(
-            _rows_by_holder(holders, group_of == group.number) for group in groups.values()
-        ),
+        rows_by_holder=rows_by_holder,
         roles={stage: _runs(ordered, stage) for stage in Role},
         loaded=fleet.adapter_loaded.copy(),
         is_adapter=all(
@@ -361,8 +395,28 @@ def _table(rule: NameRule, members: Sequence[Member], bound: float) -> Table | N
         ),
         shares=_shares(rule),
         fleet=fleet,
-        hashing=BoundedHash(seeds, bound),
+        hashing=BoundedHash(seeds, config.hash_bound),
+        scorer=RowScorer(
+            Rows(
+                slots=slots.astype(np.uint32),
+                holders=_unsigned(holders),
+                capacity_tokens=fleet.capacity_tokens,
+                kv_bytes_per_token=fleet.kv_bytes_per_token,
+                adapter_loaded=fleet.adapter_loaded,
+                seeds=np.array([member.seed for member in seeds], np.uint64),
+                groups=[
+                    RowGroup(_unsigned(rows), group.pool.block_tokens, config.affinity_tokens)
+                    for group, rows in zip(groups.values(), rows_by_holder, strict=True)
+                ],
+            ),
+            config.weights,
+        ),
     )
+
+
+def _unsigned(numbers: Ints) -> npt.NDArray[np.uint32]:
+    """Rows or holders, NO_ROW in place of -1."""
+    return np.where(numbers < 0, NO_ROW, numbers).astype(np.uint32)
 
 
 def _rows(

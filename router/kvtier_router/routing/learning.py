@@ -43,9 +43,10 @@ RESPONSES_MIN = 50
 """Fewer comparable responses than this say nothing of a model."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Expectation:
-    """What a decision predicted for the worker that it chose."""
+    """What a decision predicted for the worker that it chose, once a request: not frozen, which
+    would cost a call a field."""
 
     member: Member
     model_id: str

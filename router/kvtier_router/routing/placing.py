@@ -57,9 +57,10 @@ class _Due(IntEnum):
     EXPIRED = 2
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Intent:
-    """What a decision wants to be placed."""
+    """What a decision wants to be placed, once a request: not frozen, which
+    would cost a call a field."""
 
     expected: Expectation
     pool: Pool

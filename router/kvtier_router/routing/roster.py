@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.core.model_card import ModelCard
+from kvtier.core.row_scoring import COLUMNS
 from kvtier.core.workers import HolderView, WorkerName
 from kvtier.errors import LimitError
 from kvtier.limits import HOLDERS_COUNT_MAX
@@ -61,29 +62,39 @@ class Roster:
         self._members: dict[WorkerName, Member] = {}
         self._by_slot: list[Member | None] = []
         self._free: list[int] = []
-        self.own_tokens: Floats = np.zeros(0)
-        """Prefill tokens that this router has sent and that have not answered yet."""
         self.own_requests: Floats = np.zeros(0)
-        self.own_decoding: Floats = np.zeros(0)
-        self.own_kv_tokens: Floats = np.zeros(0)
-        """KV tokens of this router's requests in flight."""
-        self.queued_beyond: Floats = np.zeros(0)
-        """Waiting prefill tokens of the last report that no router had reserved."""
-        self.queued_at: Floats = np.zeros(0)
-        self.other_running: Floats = np.zeros(0)
-        """Requests of the last report that are not this router's."""
-        self.other_kv_tokens: Floats = np.zeros(0)
-        self.distrust_s: Floats = np.zeros(0)
-        """Added to the age of what the index says of it."""
-        self.recent_tokens: Floats = np.zeros(0)
+        self.columns: Floats
+        self._view(np.zeros((len(COLUMNS), 0)))
         self.ramp: Floats = np.zeros(0)
         self.is_open: Bools = np.zeros(0, np.bool_)
         """Neither hidden nor draining nor gone."""
         self.holders: Ints = np.zeros(0, np.int64)
         """Number in the index in use; -1 for none."""
+        self.changes_count = 0
+        """Grows with each change of `is_open`."""
         self.mean_tokens = 512.0
         """What a request computes, about."""
         self._decayed_at = -inf
+
+    def _view(self, columns: Floats) -> None:
+        """Take `columns`, (COLUMNS, slots), into use: native scoring reads them as one."""
+        self.columns = columns
+        (
+            self.own_tokens,
+            self.own_decoding,
+            self.own_kv_tokens,
+            self.queued_beyond,
+            self.queued_at,
+            self.other_running,
+            self.other_kv_tokens,
+            self.distrust_s,
+            self.recent_tokens,
+        ) = columns
+        # own_tokens: prefill tokens that this router has sent and that have not answered yet.
+        # own_kv_tokens: KV tokens of this router's requests in flight.
+        # queued_beyond: waiting prefill tokens of the last report that no router had reserved.
+        # other_running: requests of the last report that are not this router's.
+        # distrust_s: added to the age of what the index says of it.
 
     def __len__(self) -> int:
         return len(self._members)
@@ -104,8 +115,8 @@ class Roster:
         if not self._free:
             self._grow()
         member.slot = self._free.pop()
-        for column in self._columns():
-            column[member.slot] = 0
+        self.columns[:, member.slot] = 0.0
+        self.own_requests[member.slot] = 0.0
         self.ramp[member.slot] = 1.0
         self._by_slot[member.slot] = member
         self._members[member.name] = member
@@ -128,6 +139,7 @@ class Roster:
     def refresh(self, member: Member) -> None:
         """Take over what the member itself says into the columns."""
         slot = member.slot
+        self.changes_count += 1
         self.is_open[slot] = not (member.is_gone or member.is_draining or member.is_hidden)
         self.holders[slot] = -1 if member.view is None else member.view.holder
 
@@ -169,38 +181,13 @@ class Roster:
             self.recent_tokens *= 0.5 ** ((now - self._decayed_at) / half_life_s)
         self._decayed_at = now
 
-    def _columns(self) -> tuple[npt.NDArray[np.float64], ...]:
-        return (
-            self.own_tokens,
-            self.own_requests,
-            self.own_decoding,
-            self.own_kv_tokens,
-            self.queued_beyond,
-            self.queued_at,
-            self.other_running,
-            self.other_kv_tokens,
-            self.distrust_s,
-            self.recent_tokens,
-        )
-
     def _grow(self) -> None:
         before = len(self._by_slot)
         after = max(16, 2 * before)
-        for name in (
-            "own_tokens",
-            "own_requests",
-            "own_decoding",
-            "own_kv_tokens",
-            "queued_beyond",
-            "queued_at",
-            "other_running",
-            "other_kv_tokens",
-            "distrust_s",
-            "recent_tokens",
-            "ramp",
-            "is_open",
-            "holders",
-        ):
+        columns = np.zeros((len(COLUMNS), after))
+        columns[:, :before] = self.columns
+        self._view(columns)
+        for name in ("own_requests", "ramp", "is_open", "holders"):
             column = getattr(self, name)
             longer = np.zeros(after, column.dtype)
             longer[:before] = column

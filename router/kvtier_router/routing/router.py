@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from kvtier.core.costs import FREE_SOURCES, SOURCES_COUNT, SpeedTable
 from kvtier.core.health import Permit
 from kvtier.core.identity import chain_root
 from kvtier.core.keys import prefix_hashes
+from kvtier.core.row_scoring import Counted, RowAsk, RowPick
 from kvtier.core.scoring import Ask
 from kvtier.core.workers import WorkerName
 from kvtier.errors import KvtierError, NotFoundError, UnavailableError
@@ -31,8 +32,10 @@ from kvtier_router.routing.choosing import (
     DecisionBasis,
     Eligibility,
     Explanation,
+    RowBasis,
     fill,
     foreign_tokens,
+    picked,
     rows_of,
     scatter,
 )
@@ -41,9 +44,10 @@ from kvtier_router.routing.fleet import FleetView, Group, Table
 from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
 from kvtier_router.routing.placing import RESERVED_S_MIN, Desk, Intent, Placements
 from kvtier_router.routing.ports import Hashes, IndexSource, RemoteMatcher
-from kvtier_router.routing.roster import Bools, Floats, Member, Roster
+from kvtier_router.routing.roster import Bools, Floats, Ints, Member, Roster
 from kvtier_router.routing.standing import Standing
 from kvtier_router.routing.values import (
+    Basis,
     Clock,
     Delivery,
     FailureKind,
@@ -55,7 +59,6 @@ from kvtier_router.routing.values import (
     ReservationSink,
     RouteAsk,
     RouteDecision,
-    Target,
     Usage,
     WorkerReport,
 )
@@ -65,7 +68,9 @@ ATTEMPTS_COUNT_MAX: Final = 8
 """Times that a choice is made anew because a breaker or a change of picture came between."""
 _ROOTS_COUNT_MAX: Final = 4096
 _SOURCE_NAMES: Final = {int(source): source.name.lower() for source in Source}
+_SOURCES: Final = tuple(Source)
 _NO_HASHES: Final[Hashes] = np.empty(0, np.uint64)
+_NO_TOKENS: Final[Ints] = np.empty(0, np.int64)
 
 _root = lru_cache(maxsize=_ROOTS_COUNT_MAX)(chain_root)
 
@@ -82,9 +87,10 @@ class _Nothing:
     def failed(self, kind: FailureKind, retry_after_s: float | None = None) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Case:
-    """One ask with all that is looked up for it."""
+    """One ask with all that is looked up for it. Not frozen: made for every request, and a frozen
+    one costs a call a field."""
 
     ask: RouteAsk
     now: float
@@ -94,10 +100,20 @@ class _Case:
     cause: str
     hashes: tuple[Hashes, ...]
     """By group; empty where a chain has no block or is not wanted."""
+    chain: tuple[Hashes, int] | None
+    """The first of `hashes` that has blocks, with its group."""
 
     @property
     def prompt_tokens(self) -> int:
         return max(len(self.ask.tokens), 1)
+
+
+class _Chosen(NamedTuple):
+    """A choice that may be placed."""
+
+    pick: RowPick
+    speeds: SpeedTable
+    basis: Basis
 
 
 @dataclass(slots=True)
@@ -155,13 +171,16 @@ class Router:
     def route(self, ask: RouteAsk) -> RouteDecision:
         """See RoutingBrain. O(prompt) in native code, O(workers) vectorised."""
         case = self._prepare(ask)
-        held = self._match(case)
         for _ in range(ATTEMPTS_COUNT_MAX):
-            if held is not None:
-                break
+            if self._scores_rows(case):
+                if self._match_rows(case):
+                    return self._conclude(case, None)
+            else:
+                held = self._match(case)
+                if held is not None:
+                    return self._conclude(case, held)
             case = self._prepare(ask)
-            held = self._match(case)
-        return self._conclude(case, _nothing_held(case.table) if held is None else held)
+        return self._conclude(case, _nothing_held(case.table))
 
     async def route_remote(
         self, ask: RouteAsk, matcher: RemoteMatcher, deadline_s: float = MATCH_DEADLINE_S
@@ -205,13 +224,15 @@ class Router:
         if held is None:
             held = _nothing_held(case.table)
         mask = self._eligibility.mask(case.table, ask, frozenset(), case.now)
-        choice, _ = self._choose(case, held, mask)
+        speeds = self._books.table(case.table, case.now)
+        choice = self._choose(case, speeds, held, mask)
         states = tuple(
             self._eligibility.state(case.table, row, ask, case.now)
             for row in range(len(case.table))
         )
-        decision = self._decision(case, choice, _Nothing())
-        told = Explanation(case.table, choice, states, _SOURCE_NAMES, case.table.fleet.held_tokens)
+        basis = DecisionBasis(case.table, choice, held, _SOURCE_NAMES)
+        decision = self._decision(case, self._picked(case, choice, speeds), _Nothing(), basis)
+        told = Explanation(case.table, choice, states, _SOURCE_NAMES, held)
         return replace(decision, candidates=rows_of(told))
 
     def models(self) -> tuple[ModelReport, ...]:
@@ -296,11 +317,16 @@ class Router:
         table = self._fleet.table(ask.served_name)
         knowledge, cause = self._knowledge(ask, table, look)
         hashes: tuple[Hashes, ...] = ()
+        chain = None
         if knowledge is not Knowledge.LOAD_ONLY:
             hashes = tuple([_hashes(group, ask) for group in table.groups])
-            if not any(len(one) for one in hashes):
+            for number, one in enumerate(hashes):
+                if len(one):
+                    chain = one, number
+                    break
+            else:
                 knowledge, cause, hashes = Knowledge.LOAD_ONLY, "shorter than a block", ()
-        return _Case(ask, now, table, look, knowledge, cause, hashes)
+        return _Case(ask, now, table, look, knowledge, cause, hashes, chain)
 
     def _knowledge(
         self, ask: RouteAsk, table: Table, look: ReplicaLook | None
@@ -323,6 +349,29 @@ class Router:
             return Knowledge.STALE, f"the index was heard {look.age_s:.1f} s ago"
         return Knowledge.HASHED, "the index is silent for too long"
 
+    def _scores_rows(self, case: _Case) -> bool:
+        """Whether native scoring decides: what is rare is left to its twin."""
+        return (
+            self._config.policy is Policy.CACHE_AWARE
+            and case.knowledge is not Knowledge.HASHED
+            and case.ask.stage is not Role.DECODE
+        )
+
+    def _match_rows(self, case: _Case) -> bool:
+        """Let the table's scorer know what each row holds; false where the picture has changed
+        meanwhile and all must be looked up anew."""
+        scorer, source = case.table.scorer, self._source
+        scorer.begin()
+        if source is None:
+            return True
+        for number, hashes in enumerate(case.hashes):
+            if len(hashes):
+                found = source.match(hashes, case.table.groups[number].pool)
+                if found.holders is not self._fleet.seen:
+                    return False
+                scorer.add(number, found.result)
+        return True
+
     def _match(self, case: _Case) -> Floats | None:
         """What each row holds, (rows, sources) in tokens; None where the picture has changed
         meanwhile and all must be looked up anew."""
@@ -339,27 +388,54 @@ class Router:
             scatter(case.table, number, found.result, held)
         return held
 
-    def _conclude(self, case: _Case, held: Floats) -> RouteDecision:
-        """Choose and place. A worker whose breaker refuses is passed over in the next round."""
+    def _conclude(self, case: _Case, held: Floats | None) -> RouteDecision:
+        """Choose and place; without `held` by what the table's scorer was told. A worker whose
+        breaker refuses is passed over in the next round."""
         shut: frozenset[int] = frozenset()
+        speeds = self._books.table(case.table, case.now)
         try:
             for _ in range(ATTEMPTS_COUNT_MAX):
                 mask = self._eligibility.mask(case.table, case.ask, shut, case.now)
-                choice, speeds = self._choose(case, held, mask)
-                slot = int(case.table.slots[choice.row])
+                basis: Basis
+                if held is None:
+                    pick = self._pick(case, speeds, mask)
+                    basis = RowBasis(case.table, pick, self._config.weights, _SOURCE_NAMES)
+                else:
+                    choice = self._choose(case, speeds, held, mask)
+                    pick = self._picked(case, choice, speeds)
+                    basis = DecisionBasis(case.table, choice, held, _SOURCE_NAMES)
+                slot = case.table.members[pick.row].slot
                 permit = self._standing.permit(slot, case.now)
                 if permit is not None:
-                    return self._place(case, choice, speeds, permit)
+                    return self._place(case, _Chosen(pick, speeds, basis), permit)
                 shut |= {slot}
             raise UnavailableError(f"no worker of {case.table.name!r} lets a request through now")
         except UnavailableError:
             self.stats.unavailable += 1
             raise
 
-    def _choose(self, case: _Case, held: Floats, mask: Bools) -> tuple[Choice, SpeedTable]:
+    def _pick(self, case: _Case, speeds: SpeedTable, mask: Bools) -> RowPick:
+        """The choice of native scoring."""
+        table, now, look = case.table, case.now, case.look
+        self._roster.decay(now)
+        u = 0.0
+        if table.shares or self._standing.is_anybody_ramping:
+            request = Ask(case.prompt_tokens, case.ask.stage, table.shares)
+            mask, u = self._chooser.thinned(table, request, mask)
+        elif case.chain is None:
+            u = self._chooser.draw()
+        age_s = look.age_s if look is not None and case.knowledge is Knowledge.STALE else 0.0
+        counted = Counted(self._roster.columns, _NO_TOKENS if look is None else look.foreign_tokens)
+        ask = RowAsk(case.prompt_tokens, now, age_s, u)
+        return table.scorer.decide(ask, speeds, counted, mask, case.chain)
+
+    def _picked(self, case: _Case, choice: Choice, speeds: SpeedTable) -> RowPick:
+        is_split = case.ask.stage is Role.DECODE
+        return picked(case.table, choice, speeds, case.prompt_tokens, is_split=is_split)
+
+    def _choose(self, case: _Case, speeds: SpeedTable, held: Floats, mask: Bools) -> Choice:
         table, ask, now = case.table, case.ask, case.now
         self._roster.decay(now)
-        speeds = self._books.table(table, now)
         foreign = None if case.look is None else foreign_tokens(table, case.look.foreign_tokens)
         fill(table, self._roster, speeds, foreign, now)
         fleet = table.fleet
@@ -372,7 +448,7 @@ class Router:
         if case.hashes and case.knowledge is not Knowledge.HASHED:
             fleet.ranks = partial(self._ranks, case)
         request = Ask(case.prompt_tokens, ask.stage, table.shares)
-        return self._by_policy(case, request, speeds), speeds
+        return self._by_policy(case, request, speeds)
 
     def _by_policy(self, case: _Case, request: Ask, speeds: SpeedTable) -> Choice:
         table, chooser = case.table, self._chooser
@@ -394,8 +470,8 @@ class Router:
 
     def _by_hash(self, case: _Case, request: Ask) -> Choice:
         table = case.table
-        number = next(n for n, hashes in enumerate(case.hashes) if len(hashes))
-        hashes = case.hashes[number]
+        assert case.chain is not None
+        hashes, number = case.chain
         depth = max(1, self._config.affinity_tokens // table.groups[number].pool.block_tokens)
         heat = self._heat.get(table.name)
         if heat is None:
@@ -407,25 +483,24 @@ class Router:
 
     def _ranks(self, case: _Case, reused_tokens: float) -> Floats:
         """Ranks by the hash that siblings have in common beyond what is reused."""
-        number = next(n for n, hashes in enumerate(case.hashes) if len(hashes))
-        hashes, pool = case.hashes[number], case.table.groups[number].pool
+        assert case.chain is not None
+        hashes, pool = case.chain[0], case.table.groups[case.chain[1]].pool
         beyond = int(reused_tokens + self._config.affinity_tokens) // pool.block_tokens
         return case.table.hashing.ranks(int(hashes[min(beyond, len(hashes) - 1)]))
 
     # ---- what follows from a choice
 
-    def _place(
-        self, case: _Case, choice: Choice, speeds: SpeedTable, permit: Permit
-    ) -> RouteDecision:
-        table, row, ask = case.table, choice.row, case.ask
-        group = table.group(row)
-        expected = _expectation(case, choice, speeds)
+    def _place(self, case: _Case, chosen: "_Chosen", permit: Permit) -> RouteDecision:
+        pick, speeds = chosen.pick, chosen.speeds
+        table, row, ask = case.table, pick.row, case.ask
+        group, member = table.group(row), table.members[row]
+        expected = _expectation(case, pick, float(speeds.prefill_token_s[row]))
         ttft_s = expected.queue_s + expected.compute_s + expected.load_s
         is_whole = ask.delivery is Delivery.WHOLE
         ttl_s = 1.5 * ttft_s + 0.25 if is_whole else 3.0 * ttft_s + RESERVED_S_MIN
         promised = 0
-        if case.knowledge is Knowledge.FRESH and self._roster.distrust_s[table.slots[row]] == 0:
-            promised = int(table.fleet.held_tokens[row, Source.GPU])
+        if case.knowledge is Knowledge.FRESH and not self._roster.distrust_s[member.slot]:
+            promised = int(pick.held_tokens[Source.GPU])
         hashes = case.hashes[group.number] if case.hashes else _NO_HASHES
         intent = Intent(
             expected=expected,
@@ -441,7 +516,8 @@ class Router:
             ttl_s=max(min(ttl_s, ask.deadline - case.now), 1.0),
             delivery=ask.delivery,
         )
-        decision = self._decision(case, choice, self._placements.place(intent, case.now))
+        placed = self._placements.place(intent, case.now)
+        decision = self._decision(case, pick, placed, chosen.basis)
         stats = self.stats
         stats.decisions += 1
         stats.prompt_tokens += decision.prompt_tokens
@@ -449,34 +525,22 @@ class Router:
         stats.by_knowledge[case.knowledge] += 1
         return decision
 
-    def _decision(self, case: _Case, choice: Choice, placement: Placement) -> RouteDecision:
-        table, row = case.table, choice.row
-        member, group = table.members[row], table.group(row)
-        held = table.fleet.held_tokens[row].tolist()
-        ttft_s, reused = 0.0, 0
-        if choice.decision is not None:
-            ttft_s = float(choice.decision.costs.ttft_s[row])
-            reused = int(choice.decision.costs.reused_tokens[row])
+    def _decision(
+        self, case: _Case, pick: RowPick, placement: Placement, basis: Basis
+    ) -> RouteDecision:
+        held = pick.held_tokens
         return RouteDecision(
-            target=Target(
-                worker=member.name,
-                address=member.address,
-                model=group.model,
-                pool=group.pool,
-                adapter=group.adapter,
-                node=member.node,
-                store=member.store,
-            ),
+            target=case.table.target(pick.row),
             policy=self._config.policy,
             knowledge=case.knowledge,
             cause=case.cause,
             prompt_tokens=len(case.ask.tokens),
-            matched_tokens={source: int(held[source]) for source in Source if held[source]},
-            reused_tokens=reused,
-            predicted_ttft_s=ttft_s,
+            matched_tokens={source: int(held[source]) for source in _SOURCES if held[source]},
+            reused_tokens=int(pick.reused_tokens),
+            predicted_ttft_s=pick.ttft_s,
             decided_in_s=self._clock() - case.now,
             placement=placement,
-            basis=DecisionBasis(table, choice, table.fleet.held_tokens, _SOURCE_NAMES),
+            basis=basis,
         )
 
     # ---- reports
@@ -561,34 +625,29 @@ def _held_of(table: Table, matches: Sequence[tuple[int, Match]]) -> Floats:
     return held
 
 
-def _expectation(case: _Case, choice: Choice, speeds: SpeedTable) -> Expectation:
+def _expectation(case: _Case, pick: RowPick, token_s: float) -> Expectation:
     """What the choice says of the chosen worker's next seconds."""
-    table, row = case.table, choice.row
-    prompt, fleet, member = case.prompt_tokens, table.fleet, table.members[row]
-    token_s = float(speeds.prefill_token_s[row])
-    others = float(fleet.queued_tokens[row])
-    if case.look is not None and table.has_holder[row]:
-        holder, foreign = int(table.holders[row]), case.look.foreign_tokens
-        others += float(foreign[holder]) if holder < len(foreign) else 0.0
-    queue_s = token_s * float(fleet.queued_tokens[row] + fleet.reserved_tokens[row])
-    compute_s = prompt * (token_s + float(speeds.prefill_pair_s[row]) * prompt / 2.0)
+    table, row, look = case.table, pick.row, case.look
+    member = table.members[row]
+    others, holder = pick.queued_tokens, member.holder
+    if look is not None and holder is not None and holder < len(look.foreign_tokens):
+        others += float(look.foreign_tokens[holder])
     load_s, reused, load_bytes, source, is_certain = 0.0, 0, 0, None, False
-    if choice.decision is not None and case.ask.stage is not Role.DECODE:
-        costs, held = choice.decision.costs, fleet.held_tokens[row].tolist()
-        queue_s, compute_s = float(costs.queue_s[row]), float(costs.compute_s[row])
-        load_s = max(float(costs.load_s[row]) - queue_s, 0.0)
-        reused = int(costs.reused_tokens[row])
-        is_certain = case.knowledge is Knowledge.FRESH and not held[Source.PREDICTED]
+    if case.ask.stage is not Role.DECODE:
+        load_s = max(pick.load_s - pick.queue_s, 0.0)
+        reused = int(pick.reused_tokens)
+        is_fresh = case.knowledge is Knowledge.FRESH
+        is_certain = is_fresh and not pick.held_tokens[Source.PREDICTED]
         if load_s > 0.0:
-            source, load_bytes = _loaded_from(held, member)
+            source, load_bytes = _loaded_from(pick.held_tokens, member)
     return Expectation(
         member=member,
         model_id=table.group(row).pool.model_id,
-        tokens=max(prompt - reused, 1),
+        tokens=max(case.prompt_tokens - reused, 1),
         context_tokens=reused,
-        queue_s=queue_s,
+        queue_s=pick.queue_s,
         others_s=others * token_s,
-        compute_s=compute_s,
+        compute_s=pick.compute_s,
         load_s=load_s,
         load_source=source,
         load_bytes=load_bytes,

@@ -88,6 +88,8 @@ class Standing:
 
     def update(self, now: float) -> bool:
         """Let time pass; whether anybody is in trouble. O(workers in trouble)."""
+        if not (self._ramping or self._ejected or self._busy_until or self._unwell):
+            return False
         for slot in [slot for slot, since in self._ramping.items()]:
             part = ramp(max(0.0, now - self._ramping[slot]), self._config.ramp_s)
             self._roster.ramp[slot] = part
@@ -103,6 +105,11 @@ class Standing:
         for slot in [s for s in self._unwell if self._is_closed(s, now)]:
             self._unwell.discard(slot)
         return bool(self._unwell or self._ejected or self._busy_until)
+
+    @property
+    def is_anybody_ramping(self) -> bool:
+        """Whether somebody takes part in a part of the decisions only."""
+        return bool(self._ramping)
 
     def let_through(self, table: Table, mask: Bools, now: float) -> Bools:
         """Of `mask`, the rows that health lets through; ejections and pauses are waived where
