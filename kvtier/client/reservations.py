@@ -33,7 +33,7 @@ from kvtier.wire.loop_thread import LoopThread, end, raise_if_cancelled, spawn
 
 LOG = EventLog("kvtier.client")
 _QUEUE_COUNT_MAX = 4 * RESERVATIONS_PER_ROUTER_MAX
-GATHER_S = 0.005
+GATHER_S = 0.01
 _GROUP_COUNT_MAX = 256
 _GROUP_BYTES_MAX = 1 << 20
 

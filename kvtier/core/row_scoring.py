@@ -88,8 +88,8 @@ class RowPick(NamedTuple):
     reused_tokens: float
     held_tokens: tuple[float, float, float, float, float, float]
     """By Source."""
-    costs: bytes
-    """Of every row; see `costs_of`."""
+    costs: bytes = b""
+    """Of every row, see `costs_of`; empty where another than native scoring chose."""
 
 
 def costs_of(pick: RowPick) -> tuple[Components, FloatArray]:

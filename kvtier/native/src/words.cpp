@@ -3,6 +3,7 @@
 // Every call keeps the GIL, which is what guards the memory of words.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr std::uint32_t NO_TOKEN = UINT32_MAX;
 constexpr std::size_t WORD_BYTES_MAX = 128;       // merging takes the square of a word: longer ones are the tokenizer's
+constexpr std::size_t MERGES_MAX = 1 << 24;
 constexpr std::size_t KEPT_BYTES_MAX = 64;        // words that are worth remembering
 constexpr std::size_t KEPT_SLOTS = 1 << 17;       // of a table that is emptied when it is half full
 constexpr std::uint32_t KEPT_WORDS_MAX = KEPT_SLOTS / 2;
@@ -170,6 +172,10 @@ class Words {
     std::uint32_t rank = NO_TOKEN;
     std::uint32_t token = NO_TOKEN;
   };
+  struct Entry {  // of a table with open addresses: one visit of memory a look
+    std::uint64_t pair = 0;
+    Merge merge;  // none: empty
+  };
   struct Slot {
     std::uint64_t hash = 0;
     std::uint32_t word_at = 0;
@@ -197,10 +203,13 @@ class Words {
     const IntegerArray triples(merges, "merges", UINT32_MAX);
     if (triples.size() % 3 != 0) refuse_value("merges", "triples are needed");
     const std::size_t count = triples.size() / 3;
-    merges_.reserve(count);
+    if (count > MERGES_MAX) refuse_value("merges", "too many");
+    merges_.resize(std::bit_ceil(2 * count + 1));
     for (std::size_t i = 0; i < count; ++i) {
       const std::uint64_t pair = triples[3 * i] << 32 | triples[3 * i + 1];
-      merges_.try_emplace(pair, Merge{static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(triples[3 * i + 2])});
+      const Merge merge{static_cast<std::uint32_t>(i), static_cast<std::uint32_t>(triples[3 * i + 2])};
+      Entry& entry = merges_[place_of(pair)];
+      if (entry.merge.rank == NO_TOKEN) entry = {pair, merge};  // of equal pairs the first counts
     }
   }
 
@@ -301,14 +310,22 @@ class Words {
   }
 
   Merge pair_at(std::size_t i) const {
-    const auto entry = merges_.find(std::uint64_t{parts_[i]} << 32 | parts_[i + 1]);
-    return entry == merges_.end() ? Merge{} : entry->second;
+    return merges_[place_of(std::uint64_t{parts_[i]} << 32 | parts_[i + 1])].merge;
+  }
+
+  // Where a pair is, or would be.
+  std::size_t place_of(std::uint64_t pair) const {
+    const std::size_t mask = merges_.size() - 1;
+    std::uint64_t hash = pair * 0x9E3779B97F4A7C15u;
+    std::size_t at = (hash ^ hash >> 32) & mask;
+    while (merges_[at].merge.rank != NO_TOKEN && merges_[at].pair != pair) at = (at + 1) & mask;
+    return at;
   }
 
   Cut cut_{};
   bool digits_apart_ = false;
   std::array<std::uint32_t, 128> byte_ids_{};
-  std::unordered_map<std::uint64_t, Merge> merges_;
+  std::vector<Entry> merges_;  // at most half full
   std::unordered_map<std::string, std::uint32_t> whole_;  // tokens that are words: taken before anything is merged
 
   std::vector<Slot> slots_;

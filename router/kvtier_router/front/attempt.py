@@ -52,9 +52,9 @@ class Broken:
 Outcome = Streamed | Held | Broken
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class AttemptPlan:
-    """How an answer is to be relayed."""
+    """How an answer is to be relayed. Once a request: not frozen, which costs a call a field."""
 
     make_filter: Callable[[], StreamFilter]
     ends_with_done: bool

@@ -44,9 +44,10 @@ PATHS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """One request, read as far as the router needs. `raw` is the body as it came."""
+    """One request, read as far as the router needs. `raw` is the body as it came. Nobody changes
+    it; not frozen because that costs a call a field and request."""
 
     api: Api
     method: str

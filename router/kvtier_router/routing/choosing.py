@@ -122,8 +122,10 @@ class Eligibility:
         """
         roster = self._roster
         is_troubled = self._standing.update(now)
-        mask = table.open_rows(ask.stage, roster)
-        if not mask.any():  # hidden ones: their events are silent, they may well be alive
+        mask, is_any_open = table.open_rows(ask.stage, roster)
+        if is_any_open and not (is_troubled or shut or table.is_adapter or ask.excluded):
+            return mask
+        if not is_any_open:  # hidden ones: their events are silent, they may well be alive
             mask = np.array([not (m.is_gone or m.is_draining) for m in table.members])
             mask = mask & table.roles[ask.stage]
         if is_troubled:

@@ -82,8 +82,8 @@ class Table:
     """Columns that decisions fill; nobody else may keep them."""
     hashing: BoundedHash
     scorer: RowScorer
-    masks: dict[Role, tuple[int, Bools]] = field(default_factory=dict)
-    """By stage the rows that are open, with the roster's count of changes that they are of."""
+    masks: dict[Role, tuple[int, Bools, bool]] = field(default_factory=dict)
+    """By stage the roster's count of changes, the rows that were open then, whether any was."""
     targets: dict[int, Target] = field(default_factory=dict)
     """By row, as far as they were needed."""
 
@@ -109,14 +109,14 @@ class Table:
             )
         return known
 
-    def open_rows(self, stage: Role, roster: Roster) -> Bools:
-        """Who runs a stage and is open: a shared array, do not write to it."""
+    def open_rows(self, stage: Role, roster: Roster) -> tuple[Bools, bool]:
+        """Who runs a stage and is open, and whether there is any. A shared array: do not write to
+        it. O(1) unless somebody's state has changed."""
         known = self.masks.get(stage)
-        if known is not None and known[0] == roster.changes_count:
-            return known[1]
-        mask: Bools = roster.is_open[self.slots] & self.roles[stage]
-        self.masks[stage] = roster.changes_count, mask
-        return mask
+        if known is None or known[0] != roster.changes_count:
+            mask: Bools = roster.is_open[self.slots] & self.roles[stage]
+            known = self.masks[stage] = roster.changes_count, mask, bool(mask.any())
+        return known[1], known[2]
 
 
 class FleetListener(Protocol):

@@ -7,6 +7,7 @@ chosen (router.py), what the fleet looks like (fleet.py), anything of HTTP.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from math import inf
 from typing import Protocol
 
@@ -87,9 +88,10 @@ class FailureKind(StrEnum):
     """The client left, or the router gave up for reasons of its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RouteAsk:
-    """One request to place. Checked here; nothing else looks at its fields' ranges again.
+    """One request to place. Checked here; nothing else looks at its fields' ranges again, and
+    nobody changes them: it is not frozen only because that costs a call a field and request.
 
     tokens: u32[n], the whole prompt; it must not change afterwards (it is read once, during the
     call). An empty one is placed by load alone (a path whose body is not understood).
@@ -250,9 +252,9 @@ class Basis(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class RouteDecision:
-    """Where to send a request, and why."""
+    """Where to send a request, and why. Nobody changes it; not frozen for what RouteAsk says."""
 
     target: Target
     policy: Policy
@@ -301,14 +303,18 @@ class RouteDecision:
         matched = ",".join(
             f"{source.name.lower()}={tokens}" for source, tokens in self.matched_tokens.items()
         )
-        name = self.worker.instance.encode("ascii", "backslashreplace").decode()
-        printable = "".join(c if " " <= c <= "~" else "?" for c in name)
         return {
-            "x-kvtier-worker": printable,
+            "x-kvtier-worker": _printable(self.worker.instance),
             "x-kvtier-matched-tokens": matched or "none",
             "x-kvtier-policy": f"{self.policy.value}/{self.knowledge.value}",
             "x-kvtier-decision-us": str(round(self.decided_in_s * 1e6)),
         }
+
+
+@lru_cache(maxsize=4096)
+def _printable(name: str) -> str:
+    escaped = name.encode("ascii", "backslashreplace").decode()
+    return "".join(c if " " <= c <= "~" else "?" for c in escaped)
 
 
 @dataclass(frozen=True, slots=True)

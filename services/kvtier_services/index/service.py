@@ -33,7 +33,7 @@ T = TypeVar("T")
 FEED_IDLE_S: Final = 0.5
 FEED_QUEUED_BYTES_MAX: Final = 256 << 20
 WATCH_QUEUED_BYTES_MAX: Final = 16 << 20
-GATHER_S: Final = 0.005
+GATHER_S: Final = 0.01
 """Who follows in groups is woken about that often at most, and hears no later than that."""
 GROUP_BYTES_MAX: Final = 1 << 20
 
