@@ -46,7 +46,7 @@ sanitize: setup ## native tests against an ASan and UBSan build
 	bash scripts/sanitize.sh
 
 bench: setup ## every bench of the project
-	set -e; for name in keys index copy store index-service; do $(BIN)/kvtier bench $$name; done
+	set -e; for name in keys index copy store index-service text worker router; do $(BIN)/kvtier bench $$name; done
 
 demo: setup ## the main job on a real model, phase by phase: a table, kvtier-demo/demo.json and demo.png
 	$(BIN)/kvtier demo

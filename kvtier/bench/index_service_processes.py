@@ -18,6 +18,8 @@ from typing import Final
 START_S_MAX: Final = 60.0
 END_S_MAX: Final = 15.0
 _PORT: Final = re.compile(rb"\bport=(\d+)")
+_ACCESS: Final = b" event=request "
+"""In lines that a router writes for every request: no last words."""
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _CLI: Final = "import sys; from kvtier.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -46,7 +48,8 @@ class Program:
     async def _read(self) -> None:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
-            self._tail.append(line)
+            if _ACCESS not in line:
+                self._tail.append(line)
             found = _PORT.search(line)
             if found is not None and not self._port.done():
                 self._port.set_result(int(found[1]))
@@ -73,6 +76,13 @@ class Program:
     def rss_mib(self) -> float:
         resident = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
         return int(resident) * _PAGE_BYTES / 2**20
+
+    def last_words(self) -> str:
+        """How it ended and what it said last; empty while it runs."""
+        status = self._process.returncode
+        if status is None:
+            return ""
+        return f"exit status {status}:\n{b''.join(self._tail).decode(errors='replace')}"
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

@@ -128,6 +128,9 @@ async def running(spec: FleetSpec) -> AsyncIterator[Fleet]:
         fleet.ports += [await router.port() for router in fleet.routers]
         await fleet.seen(len(spec.mock.names))
         yield fleet
+        for number, router in enumerate(fleet.routers):
+            if words := router.last_words():
+                raise BenchError(f"router {number} ended during the measurement, {words}")
 
 
 def _processes(spec: FleetSpec) -> list[tuple[str, ...]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.bench.report import Bar, Result
-from kvtier.errors import ConfigError
 from kvtier.openai.requests import ChatRequest, parse
 from kvtier.text import TextModel
 
@@ -36,9 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    if arguments.model is None:
-        raise ConfigError("give --model, a directory with tokenizer.json and a chat template")
-    model = TextModel.load(arguments.model)
+    from kvtier.bench.router_fleet import model_directory  # which writes prose of this module
+
+    with model_directory(arguments.model) as directory:
+        model = TextModel.load(directory)
     rng = random.Random(arguments.seed)
 
     def encoded(body: bytes) -> float:

@@ -28,6 +28,7 @@ from kvtier_router.front.prompts import PromptTokens
 from kvtier_router.front.resume import (
     ResumedFilter,
     Resumption,
+    StreamBudget,
     last_events,
     may_resume,
     resumption,
@@ -148,6 +149,7 @@ class Relay:
     def __init__(self, parts: RelayParts) -> None:
         self._parts = parts
         self._contexts = ContextLengths(parts.upstream)
+        self._streams = StreamBudget()
         self.retries: Counter[Retried] = Counter()
         self.resumptions: Counter[Resumed] = Counter()
         self.losses: Counter[Loss] = Counter()
@@ -156,6 +158,16 @@ class Relay:
         """Answer the job's exchange, whatever happens to workers. Raises KvtierError only while
         the client has seen nothing."""
         self._parts.budget.request(self._parts.clock())
+        if not job.call.stream:
+            await self._try(job)
+            return
+        self._streams.began()
+        try:
+            await self._try(job)
+        finally:
+            self._streams.ended()
+
+    async def _try(self, job: Job) -> None:
         wanted = _Try(job.call, job.prompt)
         while True:
             decision = await self._decide(job, wanted)
@@ -383,7 +395,7 @@ class Relay:
             job.exchange.finish()
             job.status = 200
             return None
-        if not self._may_try(job):
+        if job.attempts >= self._parts.policy.attempts_max or not self._streams.take():
             self.resumptions[Resumed.FAILED] += 1
             self._end_broken(job, broken)
             return None

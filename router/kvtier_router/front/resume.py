@@ -87,6 +87,37 @@ def may_resume(call: Call, prompt: PromptTokens) -> bool:
     return not any(view.given(name) for name in _NOT_CONTINUED)
 
 
+class StreamBudget:
+    """How many streams may go on elsewhere: as many as began, up to those that are on their way.
+
+    A worker that dies takes all its streams with it at once, which is more than retries may ever
+    be; what its streams cost elsewhere is no more than what they cost where they were.
+    """
+
+    __slots__ = ("_left", "_on_their_way")
+
+    def __init__(self) -> None:
+        self._on_their_way = 0
+        self._left = 0
+
+    def began(self) -> None:
+        """Count a stream; it earns the budget one."""
+        self._on_their_way += 1
+        self._left = min(self._left + 1, self._on_their_way)
+
+    def ended(self) -> None:
+        """A stream is over, however."""
+        self._on_their_way -= 1
+
+    def take(self) -> bool:
+        """Whether a stream may go on now; mutates if so."""
+        self._left = min(self._left, self._on_their_way)
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Resumption:
     """How to go on. `body` is that of a `/v1/completions` request without model and salt."""

@@ -17,6 +17,7 @@ from kvtier.types import ScopeId, TenantId
 from kvtier_router.front.access_log import AccessLog, quoted
 from kvtier_router.front.calls import Amendment, Api, read_call, upstream_body
 from kvtier_router.front.queue import QueueFullError, RequestQueue
+from kvtier_router.front.resume import StreamBudget
 from kvtier_router.front.streams import PlainFilter
 from kvtier_router.front.tenants import Tenant
 from kvtier_router.web.upstream import parse_origin, request_bytes
@@ -242,3 +243,24 @@ def test_a_closed_reader_costs_lines_and_nothing_else() -> None:
     log.add("id=1")
     log.close()
     assert log.dropped_count == 1
+
+
+# Streams that go on elsewhere
+
+
+def test_all_streams_of_a_dead_worker_may_go_on_at_once_and_no_more() -> None:
+    budget = StreamBudget()
+    for _ in range(100):
+        budget.began()
+    assert sum(budget.take() for _ in range(150)) == 100
+
+
+def test_streams_that_are_over_leave_no_budget_behind() -> None:
+    budget = StreamBudget()
+    for _ in range(100):
+        budget.began()
+    for _ in range(98):
+        budget.ended()
+    assert [budget.take() for _ in range(3)] == [True, True, False]
+    budget.began()
+    assert [budget.take() for _ in range(2)] == [True, False]

@@ -119,10 +119,14 @@ def test_four_routers_on_one_index_hit_as_much_as_one() -> None:
 
 
 def test_without_shared_reservations_four_routers_herd() -> None:
-    """The simulation would notice if reservations did nothing."""
-    alone, together = through(4, 3, 30.0, False), through(4, 3, 30.0)
-    assert alone.hit < together.hit
-    assert alone.quantile(0.99) > 1.2 * together.quantile(0.99)
+    """The simulation would notice if reservations did nothing: seed by seed, and in the sum."""
+    runs = [(through(4, seed, 30.0, False), through(4, seed, 30.0)) for seed in range(1, 7)]
+    worse = [alone.hit < shared.hit for alone, shared in runs]
+    late = [alone.quantile(0.9) > shared.quantile(0.9) for alone, shared in runs]
+    assert sum(worse) >= 5
+    assert sum(late) >= 5
+    alone_p99, shared_p99 = (sum(run[side].quantile(0.99) for run in runs) for side in (0, 1))
+    assert alone_p99 > 1.1 * shared_p99
 
 
 @pytest.mark.parametrize("seed", [1, 2])
