@@ -174,12 +174,12 @@ def test_native_scoring_decides_as_its_twin(seed: int, rows: int, siblings: bool
     ):
         assert told == pytest.approx(float(known[row]), rel=CLOSE, abs=CLOSE)
     assert list(pick.held_tokens) == fleet.held_tokens[row].tolist()
-    told, held = costs_of(pick)
+    every, held = costs_of(pick)
     assert held.tolist() == fleet.held_tokens.tolist()
     for part in fields(Components):
-        mine, known = getattr(told, part.name)[case.mask], getattr(costs, part.name)[case.mask]
+        mine, known = getattr(every, part.name)[case.mask], getattr(costs, part.name)[case.mask]
         assert mine == pytest.approx(known, rel=CLOSE, abs=CLOSE)
-    assert np.isinf(told.total_s[~case.mask]).all()
+    assert np.isinf(every.total_s[~case.mask]).all()
 
 
 def test_sources_and_weights_are_those_that_the_native_side_reads() -> None:

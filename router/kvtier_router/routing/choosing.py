@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.client import Match
 from kvtier.core.costs import SOURCES_COUNT, FloatArray, SpeedTable
 from kvtier.core.prefix_index import MatchResult
 from kvtier.core.row_scoring import RowPick, costs_of
@@ -56,6 +57,29 @@ def picked(
     queue_s = token_s * (queued + float(fleet.reserved_tokens[row]))
     compute_s = prompt_tokens * (token_s + pair_s * prompt_tokens / 2.0)
     return RowPick(row, queued, queue_s, 0.0, compute_s, ttft_s, reused, held)
+
+
+def nothing_held(table: Table) -> Floats:
+    """Where no index is asked: (rows, sources)."""
+    return np.zeros((len(table), SOURCES_COUNT))
+
+
+def held_of(table: Table, matches: Sequence[tuple[int, Match]]) -> Floats:
+    """What a remote index found, by row. O(matched workers) Python."""
+    held = nothing_held(table)
+    for number, match in matches:
+        rows = {
+            member.name: row
+            for row, member in enumerate(table.members)
+            if table.group_of[row] == number
+        }
+        block_tokens = table.groups[number].pool.block_tokens
+        for at in range(len(match)):
+            row = rows.get(match.worker(at).name)
+            if row is not None:
+                for source, blocks in match.runs(at):
+                    held[row, source] += blocks * block_tokens
+    return held
 
 
 def scatter(table: Table, group: int, result: MatchResult, held: Floats) -> None:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvtier.client import Match
-from kvtier.core.costs import FREE_SOURCES, SOURCES_COUNT, SpeedTable
+from kvtier.core.costs import FREE_SOURCES, SpeedTable
 from kvtier.core.health import Permit
 from kvtier.core.identity import chain_root
 from kvtier.core.keys import prefix_hashes
@@ -35,6 +35,8 @@ from kvtier_router.routing.choosing import (
     RowBasis,
     fill,
     foreign_tokens,
+    held_of,
+    nothing_held,
     picked,
     rows_of,
     scatter,
@@ -180,7 +182,7 @@ class Router:
                 if held is not None:
                     return self._conclude(case, held)
             case = self._prepare(ask)
-        return self._conclude(case, _nothing_held(case.table))
+        return self._conclude(case, nothing_held(case.table))
 
     async def route_remote(
         self, ask: RouteAsk, matcher: RemoteMatcher, deadline_s: float = MATCH_DEADLINE_S
@@ -200,7 +202,7 @@ class Router:
         self._look()
         if self._fleet.table(ask.served_name) is not case.table:  # somebody came or went meanwhile
             case, matches = self._prepare(ask), []
-        return self._conclude(case, _held_of(case.table, matches))
+        return self._conclude(case, held_of(case.table, matches))
 
     async def _ask_remote(
         self, case: _Case, matcher: RemoteMatcher, deadline_s: float
@@ -222,7 +224,7 @@ class Router:
         case = self._prepare(ask)
         held = self._match(case)
         if held is None:
-            held = _nothing_held(case.table)
+            held = nothing_held(case.table)
         mask = self._eligibility.mask(case.table, ask, frozenset(), case.now)
         speeds = self._books.table(case.table, case.now)
         choice = self._choose(case, speeds, held, mask)
@@ -375,7 +377,7 @@ class Router:
     def _match(self, case: _Case) -> Floats | None:
         """What each row holds, (rows, sources) in tokens; None where the picture has changed
         meanwhile and all must be looked up anew."""
-        held = _nothing_held(case.table)
+        held = nothing_held(case.table)
         source = self._source
         if source is None or case.knowledge not in (Knowledge.FRESH, Knowledge.STALE):
             return held
@@ -601,28 +603,6 @@ def _hashes(group: Group, ask: RouteAsk) -> Hashes:
         return _NO_HASHES
     root = _root(group.pool, ask.scope_salt, group.adapter)
     return prefix_hashes(root, ask.tokens, group.pool.block_tokens)
-
-
-def _nothing_held(table: Table) -> Floats:
-    return np.zeros((len(table), SOURCES_COUNT))
-
-
-def _held_of(table: Table, matches: Sequence[tuple[int, Match]]) -> Floats:
-    """What a remote index found, by row. O(matched workers) Python."""
-    held = _nothing_held(table)
-    for number, match in matches:
-        rows = {
-            member.name: row
-            for row, member in enumerate(table.members)
-            if table.group_of[row] == number
-        }
-        block_tokens = table.groups[number].pool.block_tokens
-        for at in range(len(match)):
-            row = rows.get(match.worker(at).name)
-            if row is not None:
-                for source, blocks in match.runs(at):
-                    held[row, source] += blocks * block_tokens
-    return held
 
 
 def _expectation(case: _Case, pick: RowPick, token_s: float) -> Expectation:
