@@ -135,7 +135,6 @@ UNIMPORTED = {
     "kvtier.core.replay": "public: simulate a policy on a trace",
     "kvtier.engines.vllm.connector": "loaded by vLLM, by name",
     "kvtier.local.converting": "a process of its own, started by name",
-    "kvtier.paged.transfer": "for pools on a GPU, which the worker does not have yet",
 }
 """Modules that nothing of ours imports, each with the reason why it stands all the same."""
 
