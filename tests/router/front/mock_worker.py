@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ class Worker:
         self.behaviour: dict[str, Any] = {}
         self.open_streams = 0
         self.cancelled = 0
+        self.cancelled_at = 0.0
+        """Monotonic seconds, which all processes of a machine share."""
         self.words = [
             token
             for token in range(min(4000, self.text.vocabulary_size))
@@ -64,6 +67,7 @@ class Worker:
                 "requests": list(self.recorded),
                 "open_streams": self.open_streams,
                 "cancelled": self.cancelled,
+                "cancelled_at": self.cancelled_at,
             }
         )
 
@@ -206,6 +210,7 @@ class Worker:
             await response.write_eof()
         except (asyncio.CancelledError, ConnectionResetError):
             self.cancelled += 1
+            self.cancelled_at = time.monotonic()
             raise
         finally:
             self.open_streams -= 1

@@ -1,5 +1,6 @@
 """HTTPS, traces and settings: the edges of the router's front."""
 
+import json
 import ssl
 import subprocess
 import urllib.request
@@ -73,3 +74,54 @@ def test_the_settings_are_printed_with_secrets_masked(rig: Rig) -> None:
     assert "attempts_max" in shown
     assert "thirty" not in shown
     assert RouterConfig().workers == 1
+
+
+def test_hostile_clients_cost_the_router_no_memory_that_stays(rig: Rig) -> None:
+    rig.start_workers(1)
+    rig.start_router("--header-ms-max=60000", "--body-grace-ms=60000")
+    router = rig.router
+    assert router is not None
+    ids = list(range(1, 250)) * 4200
+    assert rig.complete(prompt=ids, max_tokens=1).status == 200
+    before = router.usage().rss_bytes
+    upload = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900000\r\n\r\n{"
+    slow = [rig.connect() for _ in range(200)]
+    for number, client in enumerate(slow):
+        client.sendall(upload if number % 2 else b"GET / HTTP/1.1\r\nx:")
+    refused = [
+        b'{"model":"mock","prompt":"a","x":[' + b"[]," * 3_000_000 + b"0]}",
+        b'{"model":"mock","prompt":"\xff"}',
+        json.dumps({"model": "mock", "prompt": ids, "max_tokens": -1}).encode(),
+        json.dumps({"model": "m" * 1_000_000, "prompt": "a"}).encode(),
+        json.dumps({"model": "mock", "prompt": "a", "cache_salt": "s" * 1_000_000}).encode(),
+    ]
+    for body in refused:
+        assert rig.call("POST", "/v1/completions", body).status in (400, 404, 413)
+    assert rig.complete(prompt=ids, max_tokens=1).status == 200
+    assert router.usage().rss_bytes - before < 64 << 20
+    for client in slow:
+        client.close()
+    eventually(lambda: rig.metric("kvtier_router_connections") <= 1, 20.0, "all are gone")
+    assert rig.complete(max_tokens=1).status == 200
+
+
+def test_no_header_of_a_client_or_a_worker_adds_one_to_an_answer(calm: Rig) -> None:
+    body = {"model": "mock", "prompt": "a", "max_tokens": 1}
+    client = calm.connect()
+    raw = json.dumps(body).encode()
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        b"x-request-id: a%%0d%%0ax-evil: 1\r\nx-session-id: s\x00\r\ntraceparent: 00-x\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(raw), raw)
+    )
+    answer = b""
+    while piece := client.recv(65536):
+        answer += piece
+    client.close()
+    assert b"evil" not in answer
+    for value in ("text/plain\tx", "a" * 5000, "é"):
+        for worker in calm.workers:
+            worker.behave(status=429, headers={"retry-after": value, "x-evil": "1"})
+        told = calm.call("POST", "/v1/completions", body)
+        assert told.status == 429
+        assert "x-evil" not in told.headers

@@ -4,6 +4,7 @@ import json
 import select
 import socket
 import threading
+import time
 from http.client import HTTPConnection
 
 import pytest
@@ -174,8 +175,10 @@ def test_a_client_that_leaves_ends_its_generation_at_once(rig: Rig) -> None:
     client.sendall(head.encode() + body.encode())
     assert client.recv(1000).startswith(b"HTTP/1.1 200")
     assert worker.state()["open_streams"] == 1
+    left_at = time.monotonic()
     client.close()
     eventually(lambda: worker.state()["open_streams"] == 0, 5.0, "the worker is told")
+    assert worker.state()["cancelled_at"] - left_at < 2.0  # 9 ms at most on a busy machine
     assert rig.router is not None
     rig.router.terminate()
     assert rig.router.wait(10) == 0
