@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,34 @@ def test_processes_of_one_router_share_quota_and_drains(rig: Rig) -> None:
         granted += asked("key")[0] == 200
         eventually(past(time.monotonic() + 3 * TICK_S), 5.0, "the other process was told")
     assert 6 <= granted <= 9
+
+
+def test_four_processes_hand_out_one_quota_within_a_tenth(rig: Rig) -> None:
+    rig.start_workers(1)
+    quota = "requests_per_s = 30\nrequests_burst = 10"
+    keys = keys_file(rig.directory, tenant("acme", "key", more=quota), tenant("free", "free"))
+    secret = rig.directory / "secret"
+    secret.write_bytes(SECRET)
+    rig.start_router("--workers=4", f"--keys-file={keys}", f"--cluster-secret-file={secret}")
+    body = {"model": "mock", "prompt": "a", "max_tokens": 1}
+    last_port = rig.admin_port + 3
+    eventually(tcp_ready(last_port), 20.0, "the last process is there as well")
+    began = time.monotonic()
+
+    def asker(_: int) -> int:
+        granted = 0
+        while time.monotonic() < began + 6.0:
+            answer = rig.call("POST", "/v1/completions", body, headers=as_key("key"))
+            granted += answer.status == 200
+        return granted
+
+    with ThreadPoolExecutor(6) as pool:
+        granted = sum(pool.map(asker, range(6)))
+    passed_s = time.monotonic() - began
+    assert granted == pytest.approx(10 + 30 * passed_s, rel=0.1)
+    broken = rig.directory / "keys.toml"
+    errors = "kvtier_router_keys_reload_errors_total"
+    broken.write_text("broken", encoding="utf-8")
+    eventually(lambda: rig.metric(errors) == 1, 10.0, "the broken file is noticed")
+    answer = rig.call("POST", "/v1/completions", body, headers=as_key("free"))
+    assert answer.status == 200
