@@ -267,7 +267,8 @@ class Metrics:
         """Bind a counter or gauge whose values are kept elsewhere (native code, say).
 
         `read` is called at each scrape, in the thread of `render`. Readings beyond a label's
-        ceiling are summed up under `other`.
+        ceiling are summed up under `other`. Series of a counter with small closed labels that are
+        not read are shown as 0.
         """
         if definition.kind is MetricKind.HISTOGRAM:
             raise CallerError(f"{definition.name}: a histogram cannot be pulled")
@@ -354,13 +355,19 @@ class _Pulled(Collector):
         self._definition = definition
         self._read = read
         self._overflow = overflow
+        is_counter = definition.kind is MetricKind.COUNTER
+        closed = is_counter and all(label.values for label in definition.labels)
+        self._zeros = tuple(_closed_combinations(definition)) if closed else ()
+        """What a counter shows before anything was counted: an absent series cannot be rated."""
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         yield self._family(())
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         guards = _Guards(self._definition.labels, self._overflow)
-        sums: dict[tuple[str, ...], float] = {}
+        sums: dict[tuple[str, ...], float] = dict.fromkeys(self._zeros, 0.0)
+        for values in self._zeros:
+            guards.hold(values)
         for values, reading in self._read():
             admitted = guards.admit(values)
             if admitted not in sums:

@@ -182,6 +182,19 @@ def test_a_counter_can_be_pulled_under_its_full_name() -> None:
     assert scraped(metrics)["kvtier_test_events_total{tier=gpu}"] == 12
 
 
+def test_a_pulled_counter_starts_at_0_for_each_value_of_its_closed_label() -> None:
+    """A series that is not there before its first count has no rate at its first count."""
+    metrics = Metrics(TABLE)
+    counted: dict[tuple[str, ...], float] = {}
+    metrics.pull(EVENTS, counted.items)
+    before = {k: v for k, v in scraped(metrics).items() if k.startswith(EVENTS.name)}
+    assert set(before) == {f"{EVENTS.name}{{tier={tier}}}" for tier in EVENTS.labels[0].values}
+    assert set(before.values()) == {0}
+    counted[("gpu",)] = 3
+    after = {k: v for k, v in scraped(metrics).items() if k.startswith(EVENTS.name)}
+    assert after == before | {f"{EVENTS.name}{{tier=gpu}}": 3}
+
+
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=300), min_size=1, max_size=10))
 def test_any_label_value_gives_a_page_that_can_be_parsed(values: list[str]) -> None:
