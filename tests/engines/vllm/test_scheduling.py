@@ -18,6 +18,7 @@ from kvtier.engines.vllm.scheduling import (
     Scheduling,
 )
 from kvtier.engines.vllm.settings import SavePolicy, Settings
+from kvtier.engines.vllm.worth import Worth
 from kvtier.types import Fingerprint
 
 BLOCK = 32
@@ -67,7 +68,7 @@ def digests(count: int, name: str = "prompt") -> list[bytes]:
 
 
 def scheduling(store: FakeStore, save: SavePolicy = SavePolicy.PROMPT) -> Scheduling:
-    return Scheduling(Settings(store="unix:/s", save=save), BLOCK, store)
+    return Scheduling(Settings(store="unix:/s", save=save), BLOCK, store, Worth(BLOCK, 0.0))
 
 
 def arrival(names: Sequence[bytes], tokens: int, request_id: str = "r") -> Arrival:
@@ -143,7 +144,7 @@ def test_a_load_that_brought_nothing_makes_one_miss_and_the_blocks_are_saved_aga
     assert side.matched("r", 0, 0.0) == 4 * BLOCK
     side.allocated("r", block_ids(5), 4 * BLOCK)
     side.step([], 0.0)
-    side.loaded("r", 0)
+    side.loaded("r", 0, 0.01, 0.1)
     assert side.matched("r", 0, 0.1) == 0
     side.allocated("r", block_ids(5), 0)
     (save,) = side.step([Scheduled("r", 4 * BLOCK + 1, block_ids(5))], 0.2).saves
@@ -158,7 +159,7 @@ def test_what_a_load_did_not_bring_is_saved_and_what_it_brought_is_not() -> None
     assert side.matched("r", 0, 0.0) == 4 * BLOCK
     side.allocated("r", block_ids(4), 4 * BLOCK)
     side.step([], 0.0)
-    side.loaded("r", 3)
+    side.loaded("r", 3, 0.01, 0.1)
     (save,) = side.step([Scheduled("r", 4 * BLOCK, block_ids(4))], 0.2).saves
     assert save.digests == (names[3],)
     assert save.block_ids == (103,)
@@ -244,7 +245,7 @@ def test_a_finished_request_is_forgotten() -> None:
     assert side.matched("r", 0, 0.0) == 0
     assert side.step([Scheduled("r", 2 * BLOCK, block_ids(2))], 0.0).saves == ()
     side.allocated("r", block_ids(2), 2 * BLOCK)
-    side.loaded("r", 0)
+    side.loaded("r", 0, 0.01, 0.1)
     assert side.step([], 0.0).loads == ()
 
 
@@ -276,3 +277,39 @@ def test_prefix_hashes_grow_with_the_tokens_and_equal_those_of_all_at_once() -> 
     assert len(growing) == 4
     assert growing[0] == first
     assert growing[:] == list(PrefixHashes(bytes(32), tokens, BLOCK))
+
+
+def test_a_store_slower_than_computing_is_not_loaded_from_and_tried_again_later() -> None:
+    names = digests(20)
+    side = scheduling(FakeStore(held=set(names)))
+    for number in range(6):
+        now = float(number)
+        side.arrived(arrival(names, 20 * BLOCK, f"r{number}"), now)
+        side.step([], now, tokens=2_000)
+        side.stepped(now + 0.2)  # 10,000 tokens a second: 20 blocks take 64 ms
+        if side.matched(f"r{number}", 0, now + 0.2):
+            side.loaded(f"r{number}", 20, 0.5, now + 0.7)
+    side.arrived(arrival(names, 20 * BLOCK, "s"), 6.0)
+    assert side.matched("s", 0, 6.0) == 0
+    assert side.counts.loads_not_worth_it > 0
+    side.arrived(arrival(names, 20 * BLOCK, "t"), 206.0)
+    assert side.matched("t", 0, 206.0) == 20 * BLOCK
+
+
+def test_steps_that_overlap_are_timed_by_what_each_adds() -> None:
+    worth = Worth(BLOCK, 0.0)
+    for number in range(20):
+        worth.step_begun(1_000, number * 0.1)
+        if number:
+            worth.step_ended(number * 0.1 + 0.05)
+    assert 0.5 < worth.compute_s(1_000 // BLOCK, 2.0) / 0.1 < 2
+    worth.step_ended(2.05)
+    worth.step_ended(2.06)  # more ends than begins say nothing
+
+
+def test_small_steps_say_nothing_of_prefill() -> None:
+    worth = Worth(BLOCK, 0.0)
+    before = worth.compute_s(10, 0.0)
+    worth.step_begun(8, 0.0)
+    worth.step_ended(5.0)
+    assert worth.compute_s(10, 0.0) == before

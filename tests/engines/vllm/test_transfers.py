@@ -94,7 +94,7 @@ def caches(seed: int) -> dict[str, Tensor]:
 
 
 class Rig:
-    def __init__(self, seed: int, client: FakeClient, staging_bytes: int = 1 << 20) -> None:
+    def __init__(self, seed: int, client: FakeClient, staging_bytes: int = 4 << 20) -> None:
         self.caches = caches(seed)
         pages = KvPages(self.caches, FACTS.spec(0))
         self.block_bytes = pages.block_bytes
@@ -163,7 +163,7 @@ def test_a_load_that_breaks_off_ends_with_nothing_and_the_next_one_works(
     rig = Rig(2, client)
     client.error = error
     assert rig.load(LoadOrder("r", names(2), (0, 1))).leading_blocks == 0
-    assert any("load" in record.message for record in caplog.records)
+    assert any("load" in record.getMessage() for record in caplog.records)
     client.error = None
     assert rig.load(LoadOrder("r", names(2), (0, 1))).leading_blocks == 2
     rig.transfers.close()
@@ -188,7 +188,7 @@ def test_saves_beyond_the_staging_memory_are_dropped_and_counted_and_memory_come
     client = FakeClient()
     probe = Rig(1, client)
     probe.transfers.close()
-    rig = Rig(1, client, staging_bytes=2 * probe.block_bytes)
+    rig = Rig(1, client, staging_bytes=CHUNK_BLOCKS * probe.block_bytes)
     client.gate.clear()
     rig.transfers.save(SaveOrder(names(2), (0, 1)))
     rig.transfers.save(SaveOrder(names(1), (2,)))

@@ -1,0 +1,161 @@
+"""Real vLLM servers, in the environment that `make test-vllm` makes, with our connector inside.
+
+What must not live here: what a test expects of them, fakes of vLLM.
+"""
+
+import http.client
+import json
+import os
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.harness.ports import free_port
+from tests.harness.processes import Launch, Process, ProcessRunner
+from tests.harness.readiness import http_ready
+
+PYTHON = os.environ.get("KVTIER_VLLM_PYTHON", "")
+WHY_NOT = "KVTIER_VLLM_PYTHON does not name a Python with vLLM: see make test-vllm"
+BLOCK_TOKENS = 32
+START_S = 240.0
+ANSWER_S = 300.0
+LOGIT_GAP = 1e-4
+"""Two tokens whose log probabilities are nearer than this may change places between runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server said: tokens, how many of the prompt it had cached, gaps of the best two."""
+
+    tokens: tuple[int, ...]
+    cached_tokens: int
+    gaps: tuple[float, ...]
+
+    def equals(self, other: "Answer") -> bool:
+        """Equal tokens, up to the first where two were as good as equally likely."""
+        for ours, theirs, gap in zip(self.tokens, other.tokens, self.gaps, strict=False):
+            if ours != theirs:
+                return gap < LOGIT_GAP
+        return len(self.tokens) == len(other.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    process: Process
+    port: int
+
+    def complete(self, tokens: list[int], max_tokens: int = 32, **fields: Any) -> Answer:
+        """Greedy completion of a prompt of tokens; fails on any status but 200."""
+        body = {
+            "model": "m",
+            "prompt": tokens,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_token_ids": True,
+        }
+        reply = self.post("/v1/completions", body | fields)
+        choice = reply["choices"][0]
+        gaps = []
+        for best in choice["logprobs"]["top_logprobs"]:
+            first, *rest = sorted(best.values(), reverse=True)
+            gaps.append(first - rest[0] if rest else float("inf"))
+        details = reply["usage"].get("prompt_tokens_details") or {}
+        return Answer(tuple(choice["token_ids"]), details.get("cached_tokens") or 0, tuple(gaps))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", path, json.dumps(body), headers)
+            reply = connection.getresponse()
+            text = reply.read()
+        finally:
+            connection.close()
+        assert reply.status == 200, text
+        parsed: dict[str, Any] = json.loads(text or b"{}")
+        return parsed
+
+    def forget(self) -> None:
+        """Drop what it has cached itself."""
+        self.post("/reset_prefix_cache", {})
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+        finally:
+            connection.close()
+        found = re.findall(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found))
+
+    @property
+    def loaded_tokens(self) -> float:
+        """Tokens of prompts that came through the connector."""
+        return self.metric("vllm:external_prefix_cache_hits_total")
+
+
+def launch_vllm(
+    name: str,
+    model: Path,
+    store: str,
+    *flags: str,
+    extra: Mapping[str, Any] | None = None,
+    hash_algorithm: str = "sha256_cbor",
+) -> tuple[Launch, int]:
+    """How to start a server on a free port, and the port. Flags of a later place win."""
+    port = free_port()
+    connector = {
+        "kv_connector": "KvtierConnector",
+        "kv_connector_module_path": "kvtier.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"store": store, "model_id": "m"} | dict(extra or {}),
+    }
+    argv = [
+        PYTHON,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        f"--model={model}",
+        "--served-model-name=m",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--dtype=float32",
+        "--max-model-len=4096",
+        "--enforce-eager",
+        f"--block-size={BLOCK_TOKENS}",
+        f"--prefix-caching-hash-algo={hash_algorithm}",
+        "--enable-prompt-tokens-details",
+        f"--kv-transfer-config={json.dumps(connector)}",
+        *flags,
+    ]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "2",
+        "DO_NOT_TRACK": "1",
+    }
+    ready = http_ready(f"http://127.0.0.1:{port}/health")
+    return Launch(name, argv, ready, START_S, environment), port
+
+
+def start_vllm(runner: ProcessRunner, *launches: tuple[Launch, int]) -> list[VllmServer]:
+    """Start servers side by side."""
+    processes = runner.start_all([launch for launch, _ in launches])
+    return [
+        VllmServer(process, port) for process, (_, port) in zip(processes, launches, strict=True)
+    ]
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Token ids that no other seed begins with."""
+    rng = random.Random(seed)
+    return [rng.randrange(1_000, 40_000) for _ in range(tokens)]
