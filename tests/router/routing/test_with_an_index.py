@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from kvtier.client import ClientConfig, IndexClient, Match
 from kvtier.core.identity import Pool, chain_root
 from kvtier.core.keys import prefix_hashes
+from kvtier.core.model_card import Adapter
 from kvtier.core.workers import WorkerName
 from kvtier.errors import NotFoundError
 from kvtier.publisher import Publisher, PublisherConfig
@@ -98,6 +100,45 @@ async def test_what_one_router_reserves_draws_siblings_through_another(index: Li
             return sum(report.waiting_prefill_tokens for report in other.workers()) == 0
 
         await eventually_async(is_released, DEADLINE_S, "the other router sees the release")
+
+
+@pytest.mark.parametrize("again", [(b"b" * 32, 1), (b"a" * 32, 2)])
+async def test_an_adapter_reloaded_under_its_name_gives_no_old_hits(
+    index: LiveIndex, again: tuple[bytes, int]
+) -> None:
+    """`again` is what it is after the reload: other weights, or the same name loaded anew."""
+    lives = [Adapter("lora", b"a" * 32, 1), Adapter("lora", *again)]
+    cards = [replace(CARD, adapters=(adapter,)) for adapter in lives]
+    chains = [
+        prefix_hashes(chain_root(CARD.pool, None, adapter.ref), PROMPT, CARD.block_tokens)
+        for adapter in lives
+    ]
+    ask = RouteAsk("lora", PROMPT)
+    async with (
+        IndexClient(DialConfig(targets=(index.target,)), PATIENT) as client,
+        workers(client, "plain"),
+        brain(index, client, "router-1") as router,
+    ):
+
+        async def matched(tokens_count: int) -> bool:
+            if not router.serves("lora"):
+                return False
+            decision = router.explain(ask)
+            known = decision.worker == WorkerName(InstanceId("w1"), 0)
+            return known and decision.matched_tokens.get(Source.GPU, 0) == tokens_count
+
+        first = client.publisher(worker_info("w1", card=cards[0]), QUICK).start()
+        first.store(Tier.GPU, 0, chains[0][:30])
+        await eventually_async(lambda: matched(30 * CARD.block_tokens), DEADLINE_S, "it hits")
+        await asyncio.to_thread(first.close)
+        second = client.publisher(worker_info("w1", card=cards[1]), QUICK).start()
+        # Blocks of the old weights are still there, and a few of the new ones.
+        second.store(Tier.GPU, 0, chains[0][:30])
+        second.store(Tier.GPU, 0, chains[1][:2])
+        try:
+            await eventually_async(lambda: matched(2 * CARD.block_tokens), DEADLINE_S, "anew only")
+        finally:
+            await asyncio.to_thread(second.close)
 
 
 class Silent:
