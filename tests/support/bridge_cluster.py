@@ -115,6 +115,7 @@ class BridgeCluster:
             "topic": spec.topic,
             "gone_ms": 300,
             "probe_ms": 300,
+            "load_ms": 0,
         }
         return {
             "instance": self.instance,

@@ -55,12 +55,16 @@ class EngineSection:
     """Out of reach for so long, the engine leaves the fleet until it is back."""
     probe_ms: int = 5_000
     """Silent for so long, it is asked whether something was missed."""
+    load_ms: int = 1_000
+    """How often the engine's /metrics are read for its load; 0: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.ranks <= ENGINE_RANKS_MAX:
             raise ConfigError(f"ranks must be in 1..{ENGINE_RANKS_MAX}")
         if min(self.blocks, self.block_bytes) < 0 or min(self.gone_ms, self.probe_ms) < 1:
             raise ConfigError("blocks, block_bytes, gone_ms, probe_ms: a value is too small")
+        if self.load_ms < 0:
+            raise ConfigError("load_ms must not be negative")
         parse_address(self.http)
         for endpoint in (self.events, self.replay):
             if endpoint is not None:

@@ -22,6 +22,7 @@ from kvtier.telemetry.service import Service, open_telemetry
 from kvtier_services.bridge import metrics as table
 from kvtier_services.bridge.config import BridgeConfig
 from kvtier_services.bridge.follower import Follower, Speaking
+from kvtier_services.bridge.load import LoadReader
 from kvtier_services.bridge.memory import BridgeMemory, open_memory
 from kvtier_services.bridge.publishing import Identity, Speaker
 
@@ -63,11 +64,21 @@ async def serve(
         speaking = Speaking(speaker.join, speaker.leave)
         follower = await asyncio.to_thread(Follower, config, card, memory, speaking, time.monotonic)
         made.append(follower)
-        table.read_from(telemetry.metrics, follower, memory, speaker)
+        reader = LoadReader(config.engine, speaker.set_load)
+        parts = table.Parts(follower, memory, speaker, reader)
+        table.read_from(telemetry.metrics, parts)
         follower.start()
         stack.push_async_callback(asyncio.to_thread, follower.stop)
+        if config.engine.load_ms:
+            stack.push_async_callback(_cancelled, asyncio.create_task(reader.run()))
         LOG.info("following", engine=config.engine.kind.value, events=config.engine.events)
         yield RunningBridge(follower, memory, telemetry.page_port)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def _identity(config: BridgeConfig, card: ModelCard) -> bytes:

@@ -4,6 +4,7 @@ What must not live here: counting that the ranks already do.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, TypeVar
 
@@ -12,6 +13,7 @@ from kvtier.core.engine_sequence import Doubt
 from kvtier.telemetry.metrics import Label, MetricDef, MetricKind, Metrics, Readings
 from kvtier.types import Trust
 from kvtier_services.bridge.follower import Follower
+from kvtier_services.bridge.load import LoadReader
 from kvtier_services.bridge.memory import BridgeMemory
 from kvtier_services.bridge.publishing import Speaker
 from kvtier_services.bridge.rank import EngineRank
@@ -62,6 +64,9 @@ MEMORY: Final = MetricDef(
     _COUNTER, "kvtier_bridge_memory_total", "What happened to what outlives the bridge.",
     (Label("event", ("save", "failure", "bad_row", "discard")),),
 )  # fmt: skip
+LOAD_FAILURES: Final = MetricDef(
+    _COUNTER, "kvtier_bridge_load_failures_total", "Times that the engine did not tell its load."
+)
 UNSAVED: Final = MetricDef(
     _GAUGE, "kvtier_bridge_unsaved_steps", "Steps that a bridge that is killed now takes again."
 )
@@ -71,12 +76,23 @@ PUBLISHED: Final = MetricDef(
 
 DEFINITIONS: Final = (
     RANKS, DOUBTS, MESSAGES, SEQUENCE, EVENTS, UNDECODABLE, INDEXED, UNINDEXED, ODDITIES, RESIDENTS,
-    PENDING, KNOWN, MEMORY, UNSAVED, PUBLISHED,
+    PENDING, KNOWN, MEMORY, UNSAVED, PUBLISHED, LOAD_FAILURES,
 )  # fmt: skip
 
 
-def read_from(metrics: Metrics, follower: Follower, memory: BridgeMemory, speaker: Speaker) -> None:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Whom the table is read from."""
+
+    follower: Follower
+    memory: BridgeMemory
+    speaker: Speaker
+    reader: LoadReader
+
+
+def read_from(metrics: Metrics, parts: Parts) -> None:
     """Bind the table. Once. Read while the ranks' thread counts on: each number is whole."""
+    follower, memory, speaker = parts.follower, parts.memory, parts.speaker
 
     def total(count: Callable[[EngineRank], int]) -> int:
         return sum(count(rank) for rank in follower.ranks)
@@ -123,6 +139,7 @@ def read_from(metrics: Metrics, follower: Follower, memory: BridgeMemory, speake
         (("discard",), memory.counts.discards),
     ])  # fmt: skip
     pull(UNSAVED, lambda: [((), total(lambda rank: rank.unsaved))])
+    pull(LOAD_FAILURES, lambda: [((), parts.reader.failures)])
     pull(PUBLISHED, lambda: [((), sum(one.copies_count for one in speaker.stats()))])
 
 

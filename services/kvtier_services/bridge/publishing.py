@@ -11,6 +11,7 @@ from typing import Final
 from kvtier.core.event_messages import FenceReason
 from kvtier.core.fleet import Addresses, HolderInfo, TierCapacity
 from kvtier.core.model_card import ModelCard
+from kvtier.core.workers import Load
 from kvtier.publisher import Publisher, PublisherStats
 from kvtier.sections import DialConfig
 from kvtier.telemetry.logs import EventLog
@@ -60,6 +61,7 @@ class Speaker:
         self._dial = dial
         self._fenced = fenced
         self._publishers: dict[int, Publisher] = {}
+        self._loads: dict[int, Load] = {}
         self._leaving: list[threading.Thread] = []
 
     def check(self) -> None:
@@ -69,8 +71,17 @@ class Speaker:
     def join(self, rank: int) -> Publisher:
         """A publisher with an epoch of its own."""
         publisher = Publisher(self._identity.holder(rank), self._dial, listener=self).start()
+        if rank in self._loads:
+            publisher.set_load(self._loads[rank])
         self._publishers[rank] = publisher
         return publisher
+
+    def set_load(self, rank: int, load: Load) -> None:
+        """What a rank is doing, in the fleet or not."""
+        self._loads[rank] = load
+        publisher = self._publishers.get(rank)
+        if publisher is not None:
+            publisher.set_load(load)
 
     def leave(self, rank: int) -> None:
         """Say goodbye: every index forgets the rank."""
