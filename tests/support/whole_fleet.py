@@ -163,7 +163,10 @@ class WholeFleet:
     def clean_logs(self) -> None:
         """Fails where a process logged an error that nobody handled."""
         for process in (*self.indexes, self.store, *self.workers.values(), self.router):
-            assert "Traceback" not in process.log_text(), process.name
+            lines = process.log_text().splitlines()
+            # What gRPC says itself of a caller whose deadline met its answer is no error of ours.
+            errors = [line for line in lines if "Traceback" in line and "grpc._cython" not in line]
+            assert errors == [], process.name
 
 
 def _tenant(name: str) -> str:

@@ -182,6 +182,8 @@ class ServerConnection(asyncio.Protocol):
         self._ready: deque[_Request] = deque()
         self._backlog: list[bytes] = []
         self._backlog_bytes = 0
+        self._last_word: Reply | None = None
+        """The answer to what could not be read, after those to what was read before it."""
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
         self._stalled_since: float | None = None
@@ -345,6 +347,8 @@ class ServerConnection(asyncio.Protocol):
         self._since = self._server.clock()
         if self._ready:
             self._begin_next()
+        elif self._last_word is not None:
+            self._answer_and_linger(self._last_word)
         elif self._backlog:
             self._take_backlog()
 
@@ -423,14 +427,18 @@ class ServerConnection(asyncio.Protocol):
         self._answer_and_linger(self._server.application.refusal(status, reason))
 
     def _answer_and_linger(self, reply: Reply) -> None:
-        """Answer, then read on for a moment: an abort would take the answer away."""
+        """Answer, then read on for a moment: an abort would take the answer away. What came before
+        on this connection is answered before."""
+        if self._ready:
+            self._last_word = reply
+            self._begin_next()
+            return
         length = ("content-length", str(len(reply.body)))
         headers = [*reply.headers, length, ("connection", "close")]
         self.write(response_head(reply.status, headers) + reply.body)
         self._phase = _Phase.LINGER
         self._since = self._server.clock()
         self._parts = []
-        self._ready.clear()
         self._count_held(-self._held_bytes)
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()

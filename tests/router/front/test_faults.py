@@ -391,6 +391,20 @@ def test_pipelined_requests_are_answered_in_order(calm: Rig) -> None:
     assert answer.index(b'"ok"') < answer.index(b'"ready"') < answer.index(b'"list"')
 
 
+def test_what_was_asked_before_nonsense_is_answered_before_it(calm: Rig) -> None:
+    client = calm.connect()
+    client.sendall(
+        b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /ready HTTP/1.1\r\nhost: x\r\n\r\n\x00\x01"
+    )
+    answer = b""
+    while piece := client.recv(65536):
+        answer += piece
+    client.close()
+    assert answer.count(b"HTTP/1.1 200") == 2
+    assert answer.index(b'"ok"') < answer.index(b'"ready"') < answer.index(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1 ") == 3
+
+
 # Stopping
 
 
