@@ -224,9 +224,12 @@ class FakeModel:
 
 
 class _Reader:
-    """Hashes of one sequence's blocks in the pool, each computed once a step."""
+    """Hashes of one sequence's blocks in the pool, each computed once a step.
 
-    __slots__ = ("_blocks", "_pool", "_step_words", "_tables", "_weights")
+    Asked for ever more tokens, so each group's sum slides: O(1) a block.
+    """
+
+    __slots__ = ("_blocks", "_pool", "_spans", "_step_words", "_tables", "_totals", "_weights")
 
     def __init__(
         self,
@@ -240,6 +243,8 @@ class _Reader:
         self._step_words = stride_bytes // _WORD_BYTES
         self._weights = weights
         self._blocks: list[dict[int, int]] = [{} for _ in tables]
+        self._spans = [(0, 0)] * len(tables)
+        self._totals = [0] * len(tables)
 
     def first_word(self, position: int) -> int:
         """First word of a token's KV in the first layer of group 0."""
@@ -247,15 +252,21 @@ class _Reader:
         return int(_token_words(self._pool, self._tables[0][block], 0)[0, offset, 0])
 
     def seen(self, tokens_count: int) -> int:
-        """Of all full blocks of the first tokens that a query behind them can read."""
+        """Of all full blocks of the first tokens that a query behind them can read.
+
+        Not for fewer tokens than were asked for before.
+        """
         geometry = self._pool.geometry
         stop = tokens_count // geometry.block_tokens
-        total = 0
         for group, hashes in enumerate(self._blocks):
             start = window_start(tokens_count, geometry.groups[group].window, geometry.block_tokens)
-            self._hash([i for i in range(start, stop) if i not in hashes], group)
-            total += sum(hashes[i] for i in range(start, stop))
-        return total & _U64
+            before, known = self._spans[group]
+            fresh = range(max(start, known), stop)
+            self._hash(fresh, group)
+            self._totals[group] += sum(hashes[i] for i in fresh)
+            self._totals[group] -= sum(hashes[i] for i in range(before, min(start, known)))
+            self._spans[group] = start, stop
+        return sum(self._totals) & _U64
 
     def tail(self, tokens_count: int) -> int:
         """Of the bytes of the last block's tokens, where it is not full; 0 where it is."""
