@@ -4,18 +4,28 @@ What must not live here: models.
 """
 
 import ctypes
+import functools
 import gc
 import sys
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
+from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers.utils import logging
 
 
 def bars_on_terminals_only() -> None:
     """Keep the libraries' progress bars out of log files. Mutates their settings."""
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-        disable_progress_bars()
+    if sys.stderr.isatty():
+        return
+    logging.disable_progress_bar()
+    disable_progress_bars()
+    _silence_plain_bars()
+
+
+@functools.cache
+def _silence_plain_bars() -> None:
+    """transformers' reader of GGUF draws a plain tqdm, which no setting of either reaches."""
+    tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
 
 
 def give_back_memory() -> None:
