@@ -5,6 +5,7 @@ What must not live here: decisions, HTTP handlers.
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -60,6 +61,9 @@ from kvtier_router.web.tls import ServerTls
 from kvtier_router.web.upstream import Upstream
 
 LOG: Final = EventLog("kvtier_router")
+_GARBAGE_THRESHOLDS: Final = (20_000, 20, 20)
+"""Of Python's collector. A request makes hundreds of objects that are in no cycle; what stays from
+the start (tokenizers, modules) is frozen: looking everywhere would hold up every stream."""
 TICK_S: Final = 0.1
 
 BrainMaker = Callable[[RouterConfig, int], contextlib.AbstractAsyncContextManager[Brain]]
@@ -370,6 +374,9 @@ async def run(
     if parent is not None:
         loop.add_reader(parent, stop.set)
     async with serve(config, sys.stderr, make_brain, place):
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GARBAGE_THRESHOLDS)
         await stop.wait()
         if parent is not None:
             loop.remove_reader(parent)

@@ -166,6 +166,7 @@ class Scorer {
     pair_s_.swap(pair);
     latency_s_.swap(latency);
     byte_s_.swap(byte);
+    fastest_s_ = *std::min_element(token_s_.begin(), token_s_.end());
   }
 
   // Forgets what the last request's matches found.
@@ -302,7 +303,7 @@ class Scorer {
     const double visible_s = std::max(cost.load_s - cost.queue_s, 0.0);
     const double hidden_s = weights_[OVERLAP] * std::min(visible_s, cost.compute_s);
     cost.ttft_s = wait_s + visible_s - hidden_s + cost.decode_s + cost.adapter_s;
-    cost.total_s = cost.ttft_s + weights_[WORK] * cost.compute_s;
+    cost.total_s = cost.ttft_s + weights_[WORK] * (cost.compute_s * (fastest_s_ / token_s));
   }
 
   // Load, compute and reused tokens at the best cut between sources.
@@ -386,6 +387,7 @@ class Scorer {
   std::vector<std::uint64_t> seeds_;
   std::vector<Group> groups_;
   std::vector<double> token_s_, pair_s_, latency_s_, byte_s_;
+  double fastest_s_ = 0;
   std::vector<double> held_;
   std::vector<Cost> costs_;
   std::vector<double> queued_;  // tokens that wait beyond all routers

@@ -231,7 +231,7 @@ def test_where_nobody_with_the_adapter_can_be_asked_others_of_its_pool_are() -> 
 
 def test_a_draining_worker_gets_nothing_new() -> None:
     bench = Bench(2)
-    bench.replica.store(1, chain(PROMPT)[:30])
+    bench.replica.store(1, chain(PROMPT))
     bench.router.drain(name(1))
     assert {bench.route().worker for _ in range(20)} == {name(0)}
     bench.router.undrain(name(1))
@@ -259,7 +259,7 @@ def test_all_drained_is_unavailable_with_the_reasons() -> None:
 
 def test_a_worker_that_failed_this_request_is_passed_over_unless_it_is_the_last() -> None:
     bench = Bench(2)
-    bench.replica.store(1, chain(PROMPT)[:30])
+    bench.replica.store(1, chain(PROMPT))
     assert bench.route(excluded=frozenset({name(1)})).worker == name(0)
     assert bench.route(excluded=frozenset({name(0), name(1)})).worker == name(1)
 
@@ -303,7 +303,7 @@ def test_what_is_not_the_workers_fault_does_not_count_against_it(kind: FailureKi
 
 def test_an_overloaded_worker_is_left_alone_for_a_moment() -> None:
     bench = Bench(2)
-    bench.replica.store(1, chain(PROMPT)[:30])
+    bench.replica.store(1, chain(PROMPT))
     bench.route().placement.failed(FailureKind.OVERLOADED, 5.0)
     assert bench.route().worker == name(0)
     bench.advance(5.1)
