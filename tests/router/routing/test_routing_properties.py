@@ -102,7 +102,7 @@ def test_a_hot_prefix_spreads_over_workers_when_it_is_too_much_for_one() -> None
     outcome = world.play(prompts)
     assert outcome.hit > 0.8
     assert sum(count > 40 for count in outcome.share.values()) >= 3
-    # A request waits at its holder for up to 1 + Weights.work times the prefill that it saves there.
+    # A request waits at its holder for up to 1 + Weights.work times the prefill it saves there.
     assert outcome.quantile(0.99) < 1.3
 
 
