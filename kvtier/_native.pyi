@@ -174,6 +174,27 @@ def arena_read(
     lengths: Integers,
     destinations: Sequence[BytesLike],
 ) -> bytes: ...
+
+class RingGiver:
+    def __init__(self, ring_bytes: int) -> None: ...
+    def give(
+        self, segment: BytesLike, sources: Sequence[BytesLike], label: int, wait_us: int
+    ) -> tuple[bytes, int]: ...
+
+class RingTaker:
+    def __init__(self, ring_bytes: int) -> None: ...
+    @property
+    def is_between(self) -> bool: ...
+    def take(
+        self,
+        segment: BytesLike,
+        slots: BytesLike,
+        places: Integers,
+        label: int,
+        bytes_max: int,
+        idle_us: int,
+    ) -> tuple[bytes, int]: ...
+
 def instances(kind: type[_T], columns: tuple[object, ...], count: int) -> list[_T]: ...
 
 class Words:

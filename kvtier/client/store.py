@@ -42,7 +42,7 @@ from kvtier.ports import (
 )
 from kvtier.sections import DialConfig
 from kvtier.store.values import Presence
-from kvtier.tiers.arena.client import ArenaClientConfig
+from kvtier.tiers.arena.client import ROUSE_BLOCKS_MIN, ArenaClientConfig
 from kvtier.tiers.minting import blocks_to_put, blocks_wanted
 from kvtier.types import ScopeId, Tier
 from kvtier.wire import blocks
@@ -163,6 +163,7 @@ class BlockStoreClient:
         Payloads must not change until this returns. Errors as `get_many`; an absent store gives
         ERROR with the reason `unavailable`.
         """
+        rouse_arena(self.arena, len(names))
         requests = put_requests(names, payloads, terms, self.writer_id)
         end = self._end(deadline_s)
         await self.announce(names, terms, end)
@@ -433,6 +434,14 @@ def read_arena(arena: SharedArena, requests: Sequence[GetRequest]) -> list[GetRe
     """Read shared memory on this thread; misses where there is none."""
     with arena.use() as client:
         return [_MISS] * len(requests) if client is None else client.get_many(requests)
+
+
+def rouse_arena(arena: SharedArena, blocks_count: int) -> None:
+    """Have a sleeping store wake while a put of so many blocks is prepared."""
+    if blocks_count >= ROUSE_BLOCKS_MIN:
+        with arena.use() as client:
+            if client is not None:
+                client.rouse()
 
 
 def write_arena(arena: SharedArena, requests: Sequence[PutRequest], end: float) -> list[PutResult]:

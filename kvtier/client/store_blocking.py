@@ -66,6 +66,7 @@ class BlockStoreClient:
         if not self._client.is_attached or terms.prefix_hashes:
             work = self._client.put_many(names, payloads, terms, deadline_s=deadline_s)
             return self._run(work, deadline_s)
+        aio.rouse_arena(self._client.arena, len(names))
         requests = aio.put_requests(names, payloads, terms, self._client.writer_id)
         end = self._end(deadline_s)
         results = aio.write_arena(self._client.arena, requests, end)

@@ -19,10 +19,9 @@ import numpy as np
 from kvtier.core.frame import FrameName
 from kvtier.errors import KvtierError
 from kvtier.ports import BlockOwner, ByNames, GetRequest, GetStatus, PutRequest
-from kvtier.tiers.arena import messages
-from kvtier.tiers.arena import tier as tier_module
+from kvtier.tiers.arena import messages, taking
 from kvtier.tiers.arena.client import ArenaClient, ArenaClientConfig, connect_arena
-from kvtier.tiers.arena.directory import NativeOperations
+from kvtier.tiers.arena.directory import NOWHERE, NativeOperations
 from kvtier.tiers.arena.holdings import Holdings, Wanted
 from kvtier.tiers.arena.messages import BlockToCommit
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig
@@ -143,7 +142,7 @@ def late(path: Path, go: Path) -> None:
 
 CRASH_POINTS: dict[str, tuple[object, str]] = {
     "slots": (Holdings, "prepare"),
-    "copy": (tier_module, "copy_checksum_pairs"),
+    "copy": (taking, "take"),
     "directory": (NativeOperations, "publish"),
     "books": (Holdings, "_keep"),
     "evict": (NativeOperations, "remove"),
@@ -181,12 +180,12 @@ def stall(path: Path, go: Path) -> None:
     client = connect_arena(path, CLIENT)
     requests = [put_request(n, 1) for n in (200, 201)]
     payloads = [memoryview(described(n, 1)) for n in (200, 201)]
-    offsets = [0, PAYLOAD_BYTES]
-    client.send(messages.pack_begin(7, requests, offsets, [PAYLOAD_BYTES] * 2), soon())
-    client.send(messages.pack_ready(7, list(client.stage(payloads[:1], offsets[:1]))), soon())
+    places, sizes = [NOWHERE] * 2, [PAYLOAD_BYTES] * 2
+    client.send(messages.pack_begin(7, requests, places, sizes), soon())
+    client.give(payloads[:1], 7, soon())
     say("begun")
     eventually(go.exists, 60, "told to go on")
-    client.send(messages.pack_ready(7, list(client.stage(payloads[1:], offsets[1:]))), soon())
+    client.give(payloads[1:], 7, soon())
     tag, count, body = client.receive(soon())
     say(f"put {tag} {[str(one.status) for one in messages.parse_results(count, body)]}")
     client.close()

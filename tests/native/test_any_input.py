@@ -5,6 +5,8 @@ A crash ends the test run; under `make sanitize` a stray read or write does too.
 
 import array
 import contextlib
+import mmap
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +72,7 @@ RESULTS: dict[str, type] = {
     "copy_checksum_pairs": bytes,
     "gather_blocks": type(None),
     "scatter_blocks": type(None),
+    "instances": list,
 }
 
 
@@ -131,3 +134,45 @@ def test_words_and_scorers_answer_or_refuse_whatever_they_are_handed(
         with contextlib.suppress(ValueError, TypeError):
             call()
     assert words.encode("ab c") == np.array([200, 32, 99], np.uint32).tobytes()
+
+
+@settings(max_examples=200)
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["give", "take"]), st.lists(values, min_size=3, max_size=6)),
+        max_size=4,
+    )
+)
+def test_a_ring_answers_or_refuses_whatever_it_is_handed(
+    calls: list[tuple[str, list[object]]],
+) -> None:
+    giver, taker = _native.RingGiver(16 << 10), _native.RingTaker(16 << 10)
+    segment = memoryview(mmap.mmap(-1, 20 << 10))
+    for method, arguments in calls:
+        given_one: list[object] = [segment, *arguments]
+        with contextlib.suppress(ValueError, TypeError):
+            call = giver.give if method == "give" else taker.take
+            packed, status = call(*given_one)  # type: ignore[arg-type]
+            assert len(packed) % 8 == 0
+            assert 0 <= status <= 4
+    assert giver.give(memoryview(mmap.mmap(-1, 20 << 10)), [], 0, 0) == (b"", 0)
+
+
+@dataclass(slots=True)
+class Two:
+    first: object
+    second: object
+
+
+@settings(max_examples=200)
+@given(
+    kind=st.sampled_from([Two, int, object, 7]),
+    columns=st.lists(values, max_size=3).map(tuple) | values,
+    count=st.integers(-1, 12) | values,
+)
+def test_instances_are_made_or_refused_whatever_is_handed(
+    kind: object, columns: object, count: object
+) -> None:
+    with contextlib.suppress(ValueError, TypeError):
+        made = _native.instances(kind, columns, count)  # type: ignore[arg-type, var-annotated]
+        assert len(made) == count

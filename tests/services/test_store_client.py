@@ -142,7 +142,7 @@ async def test_blocks_from_below_come_through_shared_memory(tmp_path: Path) -> N
         await eventually_async(no_leases, 10, "the leases end with the call")
 
 
-async def test_a_block_longer_than_the_segment_goes_as_chunks(tmp_path: Path) -> None:
+async def test_a_block_longer_than_the_segment_goes_through_it_in_pieces(tmp_path: Path) -> None:
     config = replace(SMALL, arena=ArenaClientConfig(segment_bytes=1 << 16, staging_bytes=1 << 16))
     async with a_client(small_store(tmp_path), config) as (_, client):
         big = random.Random(1).randbytes(1 << 18)

@@ -56,23 +56,17 @@ def test_commits_survive(blocks: list[BlockToCommit], tag: int) -> None:
 @given(st.lists(commits, max_size=8), st.integers(0, 2**32 - 1))
 def test_announced_blocks_survive(blocks: list[BlockToCommit], tag: int) -> None:
     requests = [
-        PutRequest(b.wanted.name, b"", b.wanted.owner, None, b.wanted.retention) for b in blocks
+        PutRequest(b.wanted.name, b"", b.wanted.owner, b.payload_checksum, b.wanted.retention)
+        for b in blocks
     ]
     offsets = [block.segment_offset for block in blocks]
     sizes = [block.wanted.payload_bytes for block in blocks]
     count, seen, body = body_of(messages.pack_begin(tag, requests, offsets, sizes), Kind.BEGIN)
     assert seen == tag
     assert messages.parse_commit(count, body) == [
-        BlockToCommit(block.wanted, block.segment_offset) for block in blocks
+        BlockToCommit(block.wanted, block.segment_offset, block.payload_checksum)
+        for block in blocks
     ]
-
-
-@given(st.lists(st.none() | u64, max_size=8))
-def test_what_is_ready_survives(checksums: list[int | None]) -> None:
-    count, _, body = body_of(messages.pack_ready(3, checksums), Kind.READY)
-    assert messages.parse_ready(count, body) == checksums
-    with pytest.raises(CallerError):
-        messages.parse_ready(count + 1, body)
 
 
 @given(st.lists(wanted, max_size=8), st.integers(0, 2**32 - 1))

@@ -25,14 +25,16 @@ from kvtier.ports import (
     GetRequest,
     GetStatus,
     PutRequest,
+    PutResult,
     PutStatus,
     RemovalCause,
 )
 from kvtier.tiers.arena import messages
 from kvtier.tiers.arena.client import ArenaClient, ArenaClientConfig
-from kvtier.tiers.arena.directory import ABI_VERSION
+from kvtier.tiers.arena.directory import ABI_VERSION, NOWHERE
 from kvtier.tiers.arena.holdings import Reservation, Wanted
 from kvtier.tiers.arena.messages import BlockToCommit, Hello, Kind
+from kvtier.tiers.arena.ring import CONTROL_BYTES, new_giver
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig, Session
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaTier
 from tests.harness.waiting import eventually_async
@@ -271,91 +273,184 @@ async def test_a_lease_that_ran_out_no_longer_keeps_its_block() -> None:
     await plain.tier.close()
 
 
-def begun(plain: Plain, session: Session, tag: int, *numbers: int) -> None:
-    """Announce blocks of zeros: what a fresh segment holds."""
-    blocks = [BlockToCommit(wanted(n), 64 * i) for i, n in enumerate(numbers)]
-    plain.server.begin(session, tag, blocks)
+RING_BYTES = 32 << 10
+
+
+class Writer:
+    """A session whose blocks come through the ring, one after another as the test says."""
+
+    def __init__(self, plain: Plain) -> None:
+        self.plain = plain
+        self.session = plain.server.open_session(ABI_VERSION, SEGMENT_BYTES, RING_BYTES)
+        self.giver = new_giver(RING_BYTES)
+        self.answers: dict[int, list[PutResult]] = {}
+
+    def begin(self, tag: int, *numbers: int, checksums: dict[int, int] | None = None) -> None:
+        blocks = [BlockToCommit(wanted(n), NOWHERE, (checksums or {}).get(n)) for n in numbers]
+        self.plain.server.begin(self.session, tag, blocks)
+
+    async def give(self, tag: int, *payloads: bytes) -> list[PutStatus] | None:
+        """Hand payloads over; the outcome of the put, once it is whole."""
+        rest: list[bytes] | None = list(payloads)
+        while rest is not None:
+            given, _ = self.giver.give(self.session.segment.view, rest, tag, 0)
+            await self.plain.server.advance(self.session, self.answers.__setitem__)
+            rest = rest[len(given) // 8 :] or None
+        results = self.answers.get(tag)
+        return None if results is None else [result.status for result in results]
 
 
 async def test_blocks_that_are_handed_over_bit_by_bit_are_published_together() -> None:
     plain = Plain()
-    session = plain.session()
-    zeros = checksum(bytes(BLOCK_BYTES))
-    begun(plain, session, 1, 1, 2, 3)
+    writer = Writer(plain)
+    right = checksum(payload_of(2))
+    writer.begin(1, 1, 2, 3, checksums={2: right, 3: right})
     assert plain.tier.stats().blocks_reserved == plain.server.stats().reservations == 3
-    assert await plain.server.ready(session, 1, [None], soon()) is None
+    assert await writer.give(1, payload_of(1)) is None
     assert plain.tier.held(name_of(1)) is None
-    results = await plain.server.ready(session, 1, [zeros, zeros + 1], soon())
-    assert results is not None
-    assert [r.status for r in results] == [PutStatus.STORED] * 2 + [PutStatus.CORRUPT]
-    assert await get_bytes(plain.tier, name_of(2)) == bytes(BLOCK_BYTES)
+    stored, corrupt = PutStatus.STORED, PutStatus.CORRUPT
+    assert await writer.give(1, payload_of(2), payload_of(3)) == [stored, stored, corrupt]
+    for number in (1, 2):
+        assert await get_bytes(plain.tier, name_of(number)) == payload_of(number)
     assert plain.tier.held(name_of(3)) is None
     assert plain.tier.stats().blocks_reserved == plain.server.stats().reservations == 0
-    with pytest.raises(CallerError, match="not announced"):
-        await plain.server.ready(session, 1, [None], soon())
+    await plain.tier.close()
+
+
+async def test_blocks_of_the_ring_and_of_the_segment_may_be_mixed() -> None:
+    plain = Plain()
+    writer = Writer(plain)
+    at = SEGMENT_BYTES - BLOCK_BYTES
+    writer.session.segment.view[at:] = payload_of(2)
+    places = {1: NOWHERE, 2: at, 3: NOWHERE}
+    blocks = [BlockToCommit(wanted(n), place) for n, place in places.items()]
+    plain.server.begin(writer.session, 1, blocks)
+    assert await writer.give(1, payload_of(1), payload_of(3)) == [PutStatus.STORED] * 3
+    for number in places:
+        assert await get_bytes(plain.tier, name_of(number)) == payload_of(number)
+    await plain.tier.close()
+
+
+async def test_bytes_of_another_put_than_was_announced_end_the_session() -> None:
+    plain = Plain()
+    writer = Writer(plain)
+    writer.begin(1, 1)
+    writer.giver.give(writer.session.segment.view, [payload_of(9)], 2, 0)
+    with pytest.raises(CallerError, match="broken"):
+        await plain.server.advance(writer.session, writer.answers.__setitem__)
+    plain.server.close_session(writer.session)
+    assert plain.tier.held(name_of(1)) is None
+    assert plain.tier.stats().blocks_reserved == 0
+    await plain.tier.close()
+
+
+async def test_a_payload_that_its_writer_changes_in_the_ring_is_not_published() -> None:
+    plain = Plain()
+    writer = Writer(plain)
+    writer.begin(1, 1, 2)
+    view = writer.session.segment.view
+    writer.giver.give(view, [payload_of(1), payload_of(2)], 1, 0)
+    view[CONTROL_BYTES + 5] ^= 1
+    assert await writer.give(1) == [PutStatus.CORRUPT, PutStatus.STORED]
+    assert plain.tier.held(name_of(1)) is None
+    assert await get_bytes(plain.tier, name_of(2)) == payload_of(2)
     await plain.tier.close()
 
 
 async def test_of_blocks_that_others_put_meanwhile_the_first_are_kept() -> None:
     plain = Plain()
-    session = plain.session()
-    begun(plain, session, 1, 1, 2)
+    writer = Writer(plain)
+    writer.begin(1, 1, 2)
     await plain.tier.put_many([put_of(1)], soon())
-    results = await plain.server.ready(session, 1, [None, None], soon())
-    assert results is not None
-    assert [r.status for r in results] == [PutStatus.DIVERGENT, PutStatus.STORED]
+    offered = payload_of(1, version=1), payload_of(2)
+    assert await writer.give(1, *offered) == [PutStatus.DIVERGENT, PutStatus.STORED]
     assert await get_bytes(plain.tier, name_of(1)) == payload_of(1)
-    # One that is there from the beginning, and one twice, take no slots before they have come.
-    begun(plain, session, 2, 1, 3)
-    begun(plain, session, 3, 4, 4)
+    # One that is there from the beginning takes no slot.
+    writer.begin(2, 1, 3)
+    assert plain.tier.stats().blocks_reserved == 1
+    again = payload_of(1), payload_of(3)
+    assert await writer.give(2, *again) == [PutStatus.DUPLICATE, PutStatus.STORED]
+    writer.begin(3, 4, 4, 5)
+    twice = payload_of(4), payload_of(4), payload_of(5)
+    stored, duplicate = PutStatus.STORED, PutStatus.DUPLICATE
+    assert await writer.give(3, *twice) == [stored, duplicate, stored]
     assert plain.tier.stats().blocks_reserved == 0
-    for tag, expected in (
-        (2, [PutStatus.DIVERGENT, PutStatus.STORED]),
-        (3, [PutStatus.STORED, PutStatus.DUPLICATE]),
-    ):
-        results = await plain.server.ready(session, tag, [None, None], soon())
-        assert results is not None
-        assert [r.status for r in results] == expected
+    assert plain.tier.stats().divergent_puts == 1
     await plain.tier.close()
 
 
 async def test_blocks_that_do_not_come_give_their_slots_back_and_may_come_later() -> None:
     plain = Plain()
-    session = plain.session()
-    begun(plain, session, 1, 1, 2)
-    await plain.server.ready(session, 1, [None], soon())
+    writer = Writer(plain)
+    writer.begin(1, 1, 2, 3)
+    await writer.give(1, payload_of(1))
     plain.time.now += 60.0
     plain.server.expire()
     assert plain.server.stats().reservations_expired == 2
     assert plain.tier.stats().blocks_reserved == 0
-    results = await plain.server.ready(session, 1, [None], soon())
-    assert results is not None
-    assert [r.status for r in results] == [PutStatus.STORED] * 2
-    assert await get_bytes(plain.tier, name_of(1)) == bytes(BLOCK_BYTES)
-    begun(plain, session, 2, 3, 4)
-    plain.server.close_session(session)
+    # What had come is there, whoever comes for the rest.
+    assert await get_bytes(plain.tier, name_of(1)) == payload_of(1)
+    assert await writer.give(1, payload_of(2), payload_of(3)) == [PutStatus.STORED] * 3
+    assert await get_bytes(plain.tier, name_of(3)) == payload_of(3)
+    writer.begin(2, 4, 5)
+    plain.server.close_session(writer.session)
     assert plain.tier.stats().blocks_reserved == 0
+    await plain.tier.close()
+
+
+async def test_a_block_whose_writer_stood_still_in_its_middle_is_lost_alone() -> None:
+    plain = Plain()
+    writer = Writer(plain)
+    large, size = b"".join(payload_of(n) for n in range(4)), 4 * BLOCK_BYTES
+    names = [BlockToCommit(wanted(n, size), NOWHERE) for n in (1, 2, 3)]
+    assert size < RING_BYTES < 3 * size
+    plain.server.begin(writer.session, 1, names)
+    given, _ = writer.giver.give(writer.session.segment.view, [large] * 3, 1, 0)
+    await plain.server.advance(writer.session, writer.answers.__setitem__)
+    done = len(given) // 8
+    plain.time.now += 60.0
+    plain.server.expire()
+    assert plain.tier.stats().blocks_reserved == 0
+    results = await writer.give(1, *[large] * (3 - done))
+    assert results is not None
+    assert results.count(PutStatus.ERROR) == 1
+    assert results.count(PutStatus.STORED) == 2
+    for number, status in zip((1, 2, 3), results, strict=True):
+        expected = large if status is PutStatus.STORED else None
+        assert await get_bytes(plain.tier, name_of(number)) == expected
     await plain.tier.close()
 
 
 async def test_a_client_announces_no_more_than_it_may() -> None:
     plain = Plain(ArenaServerConfig(reservations_max=3))
-    session = plain.session()
-    begun(plain, session, 0, 1, 2)
-    begun(plain, session, 1, 3, 4)  # past its reservations: put as a whole
+    writer = Writer(plain)
+    writer.begin(0, 1, 2)
+    writer.begin(1, 3, 4)  # past its reservations: they take slots when they come
     assert plain.tier.stats().blocks_reserved == 2
     with pytest.raises(CallerError):
-        begun(plain, session, 1, 5)
+        writer.begin(1, 5)
     with pytest.raises(CallerError):
-        plain.server.begin(session, 2, [])
+        writer.begin(2)
     with pytest.raises(CallerError, match="outside"):
-        plain.server.begin(session, 2, [BlockToCommit(wanted(6), SEGMENT_BYTES)])
-    with pytest.raises(CallerError, match="not announced"):
-        await plain.server.ready(session, 0, [None] * 3, soon())
-    for tag in range(2, 16):
-        begun(plain, session, tag, 10 + tag)
+        plain.server.begin(writer.session, 2, [BlockToCommit(wanted(6), SEGMENT_BYTES)])
+    with pytest.raises(CallerError, match="not there"):
+        plain.server.begin(plain.session(), 2, [BlockToCommit(wanted(6), NOWHERE)])
+    assert await writer.give(0, payload_of(1), payload_of(2)) == [PutStatus.STORED] * 2
+    assert await writer.give(1, payload_of(3), payload_of(4)) == [PutStatus.STORED] * 2
+    for tag in range(16):
+        writer.begin(tag, 10 + tag)
     with pytest.raises(CallerError):
-        begun(plain, session, 16, 50)
+        writer.begin(16, 50)
+    await plain.tier.close()
+
+
+@pytest.mark.parametrize("ring_bytes", [1, 1024, RING_BYTES + 8, SEGMENT_BYTES, 2**63])
+async def test_a_ring_that_cannot_be_opens_no_session(ring_bytes: int) -> None:
+    plain = Plain()
+    with pytest.raises(CallerError, match="ring_bytes"):
+        plain.server.open_session(ABI_VERSION, SEGMENT_BYTES, ring_bytes)
+    assert plain.server.stats().sessions == 0
+    assert plain.server.stats().refused_sessions == 1
     await plain.tier.close()
 
 
@@ -530,8 +625,7 @@ async def open_raw(store: Node) -> socket.socket:
         messages.pack_lease(1, 0, [name_of(1)]),
         messages.pack(Kind.BEGIN, 0, 1, b"\x00\x00"),
         messages.pack_begin(1, [put_of(1)], [2**63], [BLOCK_BYTES]),
-        messages.pack_ready(1, [None]),
-        messages.pack(Kind.READY, 2, 1, b"\x00"),
+        messages.pack_begin(1, [put_of(1)], [NOWHERE], [BLOCK_BYTES]),
         messages.pack_hello(Hello(ABI_VERSION, SEGMENT_BYTES)),
     ],
 )

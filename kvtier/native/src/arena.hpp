@@ -10,7 +10,7 @@
 
 namespace kvtier::arena {
 
-inline constexpr std::uint32_t abi_version = 2;
+inline constexpr std::uint32_t abi_version = 3;
 inline constexpr std::size_t header_bytes = 4096;
 inline constexpr std::size_t entry_bytes = 192;
 inline constexpr std::size_t name_bytes = 96;     // the first bytes of a frame's header, its writer id zeroed

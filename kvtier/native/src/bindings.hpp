@@ -15,5 +15,6 @@ void bind_arena(nanobind::module_& m);
 void bind_instances(nanobind::module_& m);
 void bind_words(nanobind::module_& m);
 void bind_scorer(nanobind::module_& m);
+void bind_ring(nanobind::module_& m);
 
 }  // namespace kvtier

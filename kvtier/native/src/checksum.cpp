@@ -144,7 +144,7 @@ void rounds_portable(Lanes& result, const std::uint8_t* data, std::size_t rounds
 
 }  // namespace
 
-const Kernel portable{"portable", rounds_portable, nullptr};
+const Kernel portable{"portable", rounds_portable, nullptr, nullptr};
 
 const Kernel& best() {
   if (const Kernel* kernel = avx512()) return *kernel;

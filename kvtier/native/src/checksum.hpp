@@ -27,6 +27,8 @@ struct Kernel {
   // because the buffer's loads waited behind the streamed stores.) Null where the kernel has none.
   void (*rounds_streamed)(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source,
                           std::size_t rounds_count);
+  // The same through the caches, any alignment: for what another core reads at once. Null where the kernel has none.
+  void (*rounds_copied)(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source, std::size_t rounds_count);
 };
 
 extern const Kernel portable;

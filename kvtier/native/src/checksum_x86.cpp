@@ -18,7 +18,8 @@ namespace {
 constexpr int stripes_per_round = 16;
 constexpr int multiplier = static_cast<int>(0x9E3779B1U);
 
-enum class Aligned { to_vector, to_16 };  // what is known of a destination's address
+// What is known of a destination's address, for stores past the caches; `cached` ones bear any.
+enum class Aligned { to_vector, to_16, cached };
 
 KVTIER_AVX512 inline __m512i mixed(__m512i lanes, __m512i words, __m512i key) {
   const __m512i keyed = _mm512_xor_si512(words, key);
@@ -51,9 +52,11 @@ KVTIER_AVX512 void rounds_avx512(Lanes& result, const std::uint8_t* data, std::s
 }
 
 template <Aligned aligned>
-KVTIER_AVX512 inline void stream(std::uint8_t* to, __m512i words) {
+KVTIER_AVX512 inline void put(std::uint8_t* to, __m512i words) {
   if constexpr (aligned == Aligned::to_vector) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to), words);
+  } else if constexpr (aligned == Aligned::cached) {
+    _mm512_storeu_si512(to, words);
   } else {  // the four parts meet again in the write-combining buffer
     auto* parts = reinterpret_cast<__m128i*>(to);
     _mm_stream_si128(parts, _mm512_castsi512_si128(words));
@@ -64,28 +67,28 @@ KVTIER_AVX512 inline void stream(std::uint8_t* to, __m512i words) {
 }
 
 template <Aligned aligned>
-KVTIER_AVX512 void stream_rounds_avx512(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
+KVTIER_AVX512 void copy_rounds_avx512(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
                                         std::size_t rounds_count) {
   __m512i lanes = _mm512_loadu_si512(result.data());
   for (std::size_t round = 0; round < rounds_count; ++round) {
 #pragma GCC unroll 16
     for (int n = 0; n < stripes_per_round; ++n) {
       const __m512i words = _mm512_loadu_si512(source + 64 * n);
-      stream<aligned>(destination + 64 * n, words);
+      put<aligned>(destination + 64 * n, words);
       lanes = mixed(lanes, words, key512(static_cast<std::size_t>(8 * n)));
     }
     lanes = scrambled(lanes, key512(secret.size() - stripe_bytes));
     source += round_bytes;
     destination += round_bytes;
   }
-  _mm_sfence();  // streamed stores are not ordered with later ones that publish the block
+  if constexpr (aligned != Aligned::cached) _mm_sfence();  // else not ordered with later ones that publish the block
   _mm512_storeu_si512(result.data(), lanes);
 }
 
 void rounds_streamed_avx512(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source,
                             std::size_t rounds_count) {
   const bool whole = reinterpret_cast<std::uintptr_t>(destination) % 64 == 0;
-  const auto run = whole ? stream_rounds_avx512<Aligned::to_vector> : stream_rounds_avx512<Aligned::to_16>;
+  const auto run = whole ? copy_rounds_avx512<Aligned::to_vector> : copy_rounds_avx512<Aligned::to_16>;
   run(lanes, destination, source, rounds_count);
 }
 
@@ -127,9 +130,11 @@ KVTIER_AVX2 void rounds_avx2(Lanes& result, const std::uint8_t* data, std::size_
 }
 
 template <Aligned aligned>
-KVTIER_AVX2 inline void stream(std::uint8_t* to, __m256i words) {
+KVTIER_AVX2 inline void put(std::uint8_t* to, __m256i words) {
   if constexpr (aligned == Aligned::to_vector) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), words);
+  } else if constexpr (aligned == Aligned::cached) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), words);
   } else {
     auto* parts = reinterpret_cast<__m128i*>(to);
     _mm_stream_si128(parts, _mm256_castsi256_si128(words));
@@ -138,7 +143,7 @@ KVTIER_AVX2 inline void stream(std::uint8_t* to, __m256i words) {
 }
 
 template <Aligned aligned>
-KVTIER_AVX2 void stream_rounds_avx2(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
+KVTIER_AVX2 void copy_rounds_avx2(Lanes& result, std::uint8_t* destination, const std::uint8_t* source,
                                     std::size_t rounds_count) {
   __m256i low = load256(result.data());
   __m256i high = load256(result.data() + 4);
@@ -147,8 +152,8 @@ KVTIER_AVX2 void stream_rounds_avx2(Lanes& result, std::uint8_t* destination, co
     for (int n = 0; n < stripes_per_round; ++n) {
       const __m256i first = load256(source + 64 * n);
       const __m256i second = load256(source + 64 * n + 32);
-      stream<aligned>(destination + 64 * n, first);
-      stream<aligned>(destination + 64 * n + 32, second);
+      put<aligned>(destination + 64 * n, first);
+      put<aligned>(destination + 64 * n + 32, second);
       low = mixed(low, first, load256(secret.data() + 8 * n));
       high = mixed(high, second, load256(secret.data() + 8 * n + 32));
     }
@@ -158,7 +163,7 @@ KVTIER_AVX2 void stream_rounds_avx2(Lanes& result, std::uint8_t* destination, co
     source += round_bytes;
     destination += round_bytes;
   }
-  _mm_sfence();
+  if constexpr (aligned != Aligned::cached) _mm_sfence();
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(result.data()), low);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(result.data() + 4), high);
 }
@@ -166,12 +171,13 @@ KVTIER_AVX2 void stream_rounds_avx2(Lanes& result, std::uint8_t* destination, co
 void rounds_streamed_avx2(Lanes& lanes, std::uint8_t* destination, const std::uint8_t* source,
                           std::size_t rounds_count) {
   const bool whole = reinterpret_cast<std::uintptr_t>(destination) % 32 == 0;
-  const auto run = whole ? stream_rounds_avx2<Aligned::to_vector> : stream_rounds_avx2<Aligned::to_16>;
+  const auto run = whole ? copy_rounds_avx2<Aligned::to_vector> : copy_rounds_avx2<Aligned::to_16>;
   run(lanes, destination, source, rounds_count);
 }
 
-constexpr Kernel avx2_kernel{"avx2", rounds_avx2, rounds_streamed_avx2};
-constexpr Kernel avx512_kernel{"avx512", rounds_avx512, rounds_streamed_avx512};
+constexpr Kernel avx2_kernel{"avx2", rounds_avx2, rounds_streamed_avx2, copy_rounds_avx2<Aligned::cached>};
+constexpr Kernel avx512_kernel{"avx512", rounds_avx512, rounds_streamed_avx512,
+                               copy_rounds_avx512<Aligned::cached>};
 
 }  // namespace
 

@@ -28,6 +28,18 @@ void copy_rounds_cached(const xxh3::Kernel& kernel, xxh3::Lanes& lanes, std::uin
 
 }  // namespace
 
+void copy_rounds(const xxh3::Kernel& kernel, Stores stores, xxh3::Lanes& lanes, std::uint8_t* destination,
+                 const std::uint8_t* source, std::size_t rounds_count) {
+  const bool aligned = reinterpret_cast<std::uintptr_t>(destination) % xxh3::streamed_alignment == 0;
+  if (stores == Stores::streamed && kernel.rounds_streamed != nullptr && aligned) {
+    kernel.rounds_streamed(lanes, destination, source, rounds_count);
+  } else if (kernel.rounds_copied != nullptr) {
+    kernel.rounds_copied(lanes, destination, source, rounds_count);
+  } else {
+    copy_rounds_cached(kernel, lanes, destination, source, rounds_count);
+  }
+}
+
 std::uint64_t copy_checksum(const xxh3::Kernel& kernel, Stores stores, std::uint8_t* destination,
                             const std::uint8_t* source, std::size_t size) {
   if (size <= xxh3::short_bytes_max) {
@@ -37,12 +49,7 @@ std::uint64_t copy_checksum(const xxh3::Kernel& kernel, Stores stores, std::uint
   const std::size_t rounds = xxh3::rounds_before_finish(size);
   const std::size_t done = rounds * xxh3::round_bytes;
   xxh3::Lanes lanes = xxh3::initial_lanes();
-  const bool aligned = reinterpret_cast<std::uintptr_t>(destination) % xxh3::streamed_alignment == 0;
-  if (stores == Stores::streamed && kernel.rounds_streamed != nullptr && aligned) {
-    kernel.rounds_streamed(lanes, destination, source, rounds);
-  } else {
-    copy_rounds_cached(kernel, lanes, destination, source, rounds);
-  }
+  copy_rounds(kernel, stores, lanes, destination, source, rounds);
   std::memcpy(destination + done, source + done, size - done);
   return xxh3::finish(lanes, destination, size, done);
 }

@@ -24,6 +24,11 @@ inline Stores stores_for(std::size_t call_bytes) {
 std::uint64_t copy_checksum(const xxh3::Kernel& kernel, Stores stores, std::uint8_t* destination,
                             const std::uint8_t* source, std::size_t size);
 
+// Copies whole rounds and mixes what is stored into the lanes. Streamed stores are fenced; a destination that is not aligned
+// for them is stored through the caches.
+void copy_rounds(const xxh3::Kernel& kernel, Stores stores, xxh3::Lanes& lanes, std::uint8_t* destination,
+                 const std::uint8_t* source, std::size_t rounds_count);
+
 struct Copy {
   std::uint8_t* destination;
   const std::uint8_t* source;

@@ -15,4 +15,5 @@ NB_MODULE(_native, m) {
   kvtier::bind_instances(m);
   kvtier::bind_words(m);
   kvtier::bind_scorer(m);
+  kvtier::bind_ring(m);
 }

@@ -3,8 +3,8 @@
 `get_many` and `contains` look into shared memory and call nobody: a block that is resident is
 copied to the caller's buffer and verified there, in one native call a batch. What is not found,
 or changes while it is read, is a miss: the store's own `Acquire` may know more. `put_many` copies
-payloads into the segment bit by bit while the store takes what stands there out of it; what already
-stands in memory from `allocate` is not copied again.
+payloads into a ring of the segment while the store takes them out of it; what already stands in
+memory from `allocate` is not copied again.
 
 Blocking, safe from several threads; reads run in parallel, everything that talks waits its turn.
 Nothing here raises for a store that is gone: reads go on as long as the memory says "serving",
@@ -26,7 +26,6 @@ from typing import Final, cast
 
 import numpy as np
 
-from kvtier.core.block_copy import copy_checksum_pairs
 from kvtier.core.checks import require_integer
 from kvtier.core.frame import FrameExpectation, FrameName, verify_copied
 from kvtier.errors import (
@@ -71,23 +70,36 @@ from kvtier.tiers.arena.messages import (
     LeasedBlock,
 )
 from kvtier.tiers.arena.putting import Put
+from kvtier.tiers.arena.ring import (
+    CONTROL_BYTES,
+    RING_BYTES_MAX,
+    RingStatus,
+    new_giver,
+    ring_bytes_in,
+)
 from kvtier.tiers.minting import hit, hits
 from kvtier.tiers.tally import failed_get, payload_view
 
 _TOUCHES_MAX: Final = 256
 _ALIGNMENT: Final = 64
 _FDS_COUNT: Final = 3
+_WORD_BYTES: Final = 8
+ROUSE_BLOCKS_MIN: Final = 8
+_ROUSE: Final = messages.pack(Kind.READY, 0, 0)
+_ROOM_WAIT_US: Final = 50_000
+"""How long the ring may stay full before the store is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaClientConfig:
     """`staging_bytes` of the segment are for `put_many`; the rest is for `allocate`.
 
-    No payload longer than `staging_bytes` can be put from elsewhere.
+    More than the default is not used. Less than 20 KiB are too little: then nothing can be put but
+    what stands in the segment.
     """
 
-    segment_bytes: int = 16 << 20
-    staging_bytes: int = 16 << 20
+    segment_bytes: int = CONTROL_BYTES + RING_BYTES_MAX
+    staging_bytes: int = CONTROL_BYTES + RING_BYTES_MAX
     connect_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -129,6 +141,7 @@ class ArenaClient:
         self._touched: list[tuple[int, int]] = []
         self._corrupt: list[tuple[int, int]] = []
         self._allocated = config.staging_bytes
+        self._giver = new_giver(self.ring_bytes) if self.ring_bytes else None
         self._attached = True
         self._closed = False
 
@@ -201,11 +214,22 @@ class ArenaClient:
     def put_many(self, requests: Sequence[PutRequest], deadline_s: float) -> list[PutResult]:
         """Put blocks; see `BlockTier.put_many`. Copies into the segment while the store works.
 
-        Past the deadline the connection is given up (its staging area may still be read), and the
-        blocks without an answer are TIMEOUT; those of a store that is gone are ERROR.
+        Past the deadline the connection is given up (the store waits for the rest), and the blocks
+        without an answer are TIMEOUT; those of a store that is gone are ERROR.
         """
+        if len(requests) >= ROUSE_BLOCKS_MIN:
+            self.rouse()
         flat = [payload_view(request.payload) for request in requests]
         return self._put(requests, flat, deadline_s)
+
+    def rouse(self) -> None:
+        """Tell the store that a put is about to begin: it wakes while the put is prepared. A hint,
+        worth its while before puts of ROUSE_BLOCKS_MIN blocks and more; never waits."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._hint(_ROUSE)
+            finally:
+                self._lock.release()
 
     def put_flat(self, requests: Sequence[PutRequest], deadline_s: float) -> list[PutResult]:
         """`put_many` of payloads that are flat views of bytes already: not looked at again."""
@@ -219,9 +243,20 @@ class ArenaClient:
         self._require_open()
         try:
             with self._locked(deadline_s):
-                return Put(self, requests, payloads, deadline_s).run()
+                return self._put_whole(requests, payloads, deadline_s)
         except DeadlineError:
             return [PutResult(PutStatus.TIMEOUT)] * len(requests)
+
+    def _put_whole(
+        self, requests: Sequence[PutRequest], payloads: Sequence[memoryview], deadline_s: float
+    ) -> list[PutResult]:
+        """Under the lock. A put that is broken off leaves the store waiting for its payloads, and
+        would give it those of the next: so the session is over."""
+        try:
+            return Put(self, requests, payloads, deadline_s).run()
+        except BaseException:
+            self._detach()
+            raise
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Writable memory in the segment, aligned, for payloads that are put without a copy.
@@ -240,33 +275,57 @@ class ArenaClient:
 
     def offset_in_segment(self, payload: memoryview) -> int | None:
         """Where in the segment a payload stands; None if it does not."""
-        return self.offsets_in_segment([payload])[0]
+        (place,) = self.places_in_segment([payload])
+        return None if place == NOWHERE else place
 
-    def offsets_in_segment(self, payloads: Sequence[memoryview]) -> list[int | None]:
-        """`offset_in_segment` of each."""
+    def places_in_segment(self, payloads: Sequence[memoryview]) -> list[int]:
+        """`offset_in_segment` of each; NOWHERE for those that do not stand there."""
         packed = self._operations.offsets(self._memory.segment.view, payloads)
-        offsets = np.frombuffer(packed, np.uint64).tolist()
-        return [None if offset == NOWHERE else offset for offset in offsets]
+        places: list[int] = np.frombuffer(packed, np.uint64).tolist()
+        return places
 
     @property
-    def staging_bytes(self) -> int:
-        """The part of the segment that `put_many` uses."""
-        return self._config.staging_bytes
+    def ring_bytes(self) -> int:
+        """Of the ring that payloads from elsewhere go through; 0: there is none."""
+        return ring_bytes_in(self._config.staging_bytes)
 
-    def stage(self, payloads: Sequence[memoryview], offsets: Sequence[int]) -> list[int]:
-        """Copy payloads to offsets of the staging area, under the lock; the checksums of what is
-        there.
+    @property
+    def arena_bytes(self) -> int:
+        """Of all slots."""
+        return self._memory.slots.view.nbytes
 
-        Stored past the caches: the store reads it on another core, and where that has a cache of
-        its own, lines that wander between the two make a cached copy three times slower.
-        """
-        segment = self._memory.segment.view
-        targets = [
-            segment[offset : offset + payload.nbytes]
-            for payload, offset in zip(payloads, offsets, strict=True)
-        ]
-        checksums: list[int] = copy_checksum_pairs(targets, payloads).tolist()
-        return checksums
+    def give(self, payloads: Sequence[memoryview], tag: int, deadline_s: float) -> None:
+        """Stage the payloads of an announced put, under the lock, and wake the store where it has
+        gone to sleep. Errors as `send`; CallerError for what is no plain memory."""
+        giver, segment = self._giver, self._memory.segment.view
+        rest = payloads if giver is not None else ()
+        while giver is not None and rest:
+            try:
+                given, status = giver.give(segment, rest, tag, _ROOM_WAIT_US)
+            except (ValueError, TypeError) as error:
+                raise CallerError(str(error)) from error
+            rest = rest[len(given) // _WORD_BYTES :]
+            if status == RingStatus.WAKE:
+                self.send(messages.pack(Kind.READY, 0, tag), deadline_s)
+            elif rest:
+                self._require_there(deadline_s)
+
+    def _require_there(self, deadline_s: float) -> None:
+        """Under the lock: raise as `send` where the store is gone or the time is over."""
+        try:
+            self._wait_until(deadline_s)
+            self._connection.settimeout(0)
+            if self._connection.recv(1, socket.MSG_PEEK):
+                return
+        except BlockingIOError:
+            return
+        except TimeoutError:
+            self._detach()
+            raise DeadlineError("the arena takes nothing") from None
+        except OSError:
+            pass
+        self._detach()
+        raise UnavailableError("the arena is gone")
 
     def reserve(self, blocks: Sequence[Wanted], ttl_ms: int, deadline_s: float) -> list[Granted]:
         """Take slots for blocks that will be written into the segment and committed."""
@@ -486,7 +545,9 @@ def connect_arena(path: Path, config: ArenaClientConfig | None = None) -> ArenaC
     try:
         connection.settimeout(config.connect_s)
         connection.connect(str(path))
-        connection.send(messages.pack_hello(Hello(ABI_VERSION, config.segment_bytes)))
+        ring_bytes = ring_bytes_in(config.staging_bytes)
+        hello = Hello(ABI_VERSION, config.segment_bytes, ring_bytes)
+        connection.send(messages.pack_hello(hello))
         message, fds, _, _ = socket.recv_fds(connection, messages.MESSAGE_BYTES_MAX, 3)
         memory = _attach_all(message, fds)
     except OSError as error:

@@ -5,7 +5,7 @@ All integers are little-endian u64 unless said otherwise; everything is aligned 
 
     header page, 4096 bytes
          0   8  magic "KVTARENA"
-         8   4  ABI version (u32): 1          12   4  bytes of an entry (u32): 192
+         8   4  ABI version (u32): 3          12   4  bytes of an entry (u32): 192
         16   8  epoch: random, non-zero, of this arena
         24   8  state: 1 serving, 0 closed
         32   8  entries        40   8  buckets, a power of two, at least twice the entries

@@ -7,9 +7,10 @@ payloads, event loops, sockets, clients.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,18 @@ class Held:
         return _DUPLICATE if mine == (payload_bytes, payload_checksum) else _DIVERGENT
 
 
+Place: TypeAlias = Reservation | Held | Refusal | None
+"""Where a block that is put goes: into a slot; nowhere, since it is there or cannot be; None: it
+lost its slot while its writer stood still."""
+
+
+Answer: TypeAlias = Callable[[list[PutResult]], None]
+
+
+def _unanswered(results: list[PutResult]) -> None:
+    """For whoever gets the results as they are returned."""
+
+
 class Holdings:
     """The directory's writer: every change of what readers can find goes through here."""
 
@@ -184,10 +197,25 @@ class Holdings:
         )
         return Prepared(reservations, names, packed_names(names), columns, self._published)
 
-    def publish_prepared(self, prepared: Prepared, checksums: Sequence[int]) -> list[PutResult]:
-        """`publish`, with what was prepared if nothing has been published since."""
+    def begin(self, wanted: Sequence[Wanted]) -> list[Place]:
+        """A slot for each block that is not there; the block that is; or why there is no slot."""
+        before = [self.held.get(one.name) for one in wanted]
+        fresh = [one for one, first in zip(wanted, before, strict=True) if first is None]
+        reserved = iter(self.reserve_many(fresh))
+        return [next(reserved) if first is None else first for first in before]
+
+    def publish_prepared(
+        self, prepared: Prepared, checksums: Sequence[int], answer: Answer
+    ) -> list[PutResult]:
+        """`publish`, with what was prepared if nothing has been published since.
+
+        `answer` is called with the results as soon as readers can find the blocks; that all of this
+        process knows of them follows. It must not raise, nor ask for anything here.
+        """
         if prepared.published != self._published:
-            return self.publish(prepared.reservations, checksums)
+            results = self.publish(prepared.reservations, checksums)
+            answer(results)
+            return results
         require_open_reservations(prepared.reservations)
         prepared.blocks[-1] = checksums
         return self._publish_packed(
@@ -195,6 +223,7 @@ class Holdings:
             prepared.names,
             (prepared.packed, prepared.blocks.T.tobytes()),
             checksums,
+            answer,
         )
 
     def publish(
@@ -299,16 +328,19 @@ class Holdings:
         names: Sequence[FrameName],
         packed: tuple[bytes, bytes],
         checksums: Sequence[int],
+        answer: Answer = _unanswered,
     ) -> list[PutResult]:
         """Publish with packed names and blocks, as `ArenaOperations.publish` takes them."""
         self._published += 1
         wanted = [reservation.wanted for reservation in fresh]
-        answer = self._operations.publish(self._directory, *packed)
-        generations: list[int] = np.frombuffer(answer, np.uint64).tolist()
+        published = self._operations.publish(self._directory, *packed)
+        generations: list[int] = np.frombuffer(published, np.uint64).tolist()
         if all(generations):
+            stored = [STORED] * len(fresh)
+            answer(stored)
             self._keep(fresh, checksums, generations)
             self._residents.store(names, [one.retention for one in wanted])
-            return [STORED] * len(fresh)
+            return stored
         placed = [i for i, generation in enumerate(generations) if generation]
         self._keep(
             [fresh[i] for i in placed],
@@ -320,7 +352,9 @@ class Holdings:
             [one for one, generation in zip(fresh, generations, strict=True) if not generation]
         )
         full = PutResult(PutStatus.ERROR, "directory_full")
-        return [STORED if generation else full for generation in generations]
+        results = [STORED if generation else full for generation in generations]
+        answer(results)
+        return results
 
     def _keep(
         self, published: Sequence[Reservation], checksums: Sequence[int], generations: Sequence[int]

@@ -84,10 +84,7 @@ def create(name: str, size_bytes: int, sealing: Sealing) -> SharedMemory:
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.posix_fallocate(fd, 0, size_bytes)
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        if sealing is Sealing.OTHERS_WRITE:
-            access = mmap.PROT_READ
-        mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+        mapping = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         fcntl.fcntl(fd, _F_ADD_SEALS, sealing.value)
     except (OSError, OverflowError) as error:
         if fd >= 0:

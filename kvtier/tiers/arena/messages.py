@@ -27,7 +27,7 @@ ITEMS_COUNT_MAX: Final = 256
 SCOPE_BYTES_MAX: Final = 1024
 
 _HEAD: Final = struct.Struct("<BxHI")
-_HELLO: Final = struct.Struct("<IQ")
+_HELLO: Final = struct.Struct("<IQQ")
 _WELCOME: Final = struct.Struct("<IQQ")
 _OWNED: Final = struct.Struct("<QBdH")
 _COUNT: Final = struct.Struct("<H")
@@ -45,7 +45,6 @@ _ID: Final = struct.Struct("<Q")
 _PAIR: Final = struct.Struct("<QQ")
 _TTL: Final = struct.Struct("<I")
 _LEASE: Final = struct.Struct("<QQQQQQ")
-_READY: Final = struct.Struct("<QB")
 _RESULT: Final = struct.Struct("<BB")
 _STATUSES: Final = tuple(PutStatus)
 _PLAIN_RESULTS: Final = tuple(PutResult(status) for status in _STATUSES)
@@ -69,9 +68,11 @@ class Kind(IntEnum):
     CORRUPT = 10
     ANSWER = 11
     BEGIN = 12
-    """As COMMIT, of blocks that will stand in the segment: READY says which do. Not answered."""
+    """As COMMIT, of blocks that stand in the segment or come through its ring. Answered once all
+    have come."""
     READY = 13
-    """The next blocks of a BEGIN stand there; answered once all do."""
+    """There is more in the ring, for a store that went to sleep; or a BEGIN is about to follow, for
+    one that may have. Not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class Hello:
 
     abi: int
     segment_bytes: int
+    ring_bytes: int = 0
+    """Of the segment, behind a control page at its start (`kvtier.tiers.arena.ring`); 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Welcome:
 
 @dataclass(slots=True)
 class BlockToCommit:
-    """A block that stands in the client's segment. `reservation_id` 0: none was made.
+    """A block that stands in the client's segment, or (offset NOWHERE) comes through its ring.
+    `reservation_id` 0: none was made.
 
     Never changed; not frozen, since freezing triples what one costs.
     """
@@ -151,7 +155,7 @@ def pack(kind: Kind, count: int, tag: int, body: bytes = b"") -> bytes:
 
 
 def pack_hello(hello: Hello) -> bytes:
-    return pack(Kind.HELLO, 1, 0, _HELLO.pack(hello.abi, hello.segment_bytes))
+    return pack(Kind.HELLO, 1, 0, _HELLO.pack(hello.abi, hello.segment_bytes, hello.ring_bytes))
 
 
 def parse_hello(body: bytes) -> Hello:
@@ -188,17 +192,20 @@ def pack_commit(tag: int, blocks: Sequence[BlockToCommit]) -> bytes:
 def pack_begin(
     tag: int, requests: Sequence[PutRequest], offsets: Sequence[int], sizes: Sequence[int]
 ) -> bytes:
-    """Blocks that will be put at these offsets of the segment; parsed by `parse_commit`."""
+    """Blocks at these offsets of the segment, or NOWHERE: those come through the ring, in this
+    order. Parsed by `parse_commit`."""
     packer = _CommitPacker()
     parts, pack_item, owner_of = packer.parts, _BEGIN_ITEM.pack, packer.owner
     head = _PREFIX_NAME_BEGIN[:12]
     for request, offset, size in zip(requests, offsets, sizes, strict=True):
         name = request.name
         key = name.key
+        known = request.payload_checksum
         parts.append(
             pack_item(
                 head, name.key_kind, len(key), name.codec_id, key, name.namespace,
-                offset, size, 0, 0, False, owner_of(request.owner, request.retention),
+                offset, size, 0, known or 0, known is not None,
+                owner_of(request.owner, request.retention),
             )
         )  # fmt: skip
     return pack(Kind.BEGIN, len(requests), tag, packer.body())
@@ -226,18 +233,6 @@ class _CommitPacker:
 
     def body(self) -> bytes:
         return _COUNT.pack(len(self._owners)) + b"".join(self.parts)
-
-
-def pack_ready(tag: int, checksums: Sequence[int | None]) -> bytes:
-    """The next blocks of a BEGIN, and their payloads' checksums where the writer knows them."""
-    packed = [_READY.pack(one or 0, one is not None) for one in checksums]
-    return pack(Kind.READY, len(checksums), tag, b"".join(packed))
-
-
-def parse_ready(count: int, body: bytes) -> list[int | None]:
-    if len(body) != count * _READY.size:
-        raise CallerError(f"{len(body)} bytes for {count} blocks that are ready")
-    return [one if known else None for one, known in _READY.iter_unpack(body)]
 
 
 def parse_commit(count: int, body: bytes) -> list[BlockToCommit]:

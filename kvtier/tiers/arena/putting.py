@@ -1,43 +1,43 @@
-"""One `put_many` of an arena's client: staged in the segment while the store takes it out again.
+"""One `put_many` of an arena's client: through the ring of its segment, which the store empties.
 
-A part is announced with its names first, so that the store can take slots while the first payloads
-are copied into the segment; then it is told, a few blocks at a time, what stands there, and copies
-that while the next is staged. One answer a part. What already stands in the segment is not copied.
+A part is announced with its names first, so that the store takes slots while the first payloads are
+staged; from then on both copy at the same time, and no message passes unless the store has gone to
+sleep. One answer a part. What already stands in the segment is not copied by this side at all.
 
 What must not live here: the connection, reads, deadlines of anything else.
 """
 
-import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvtier.errors import DeadlineError, UnavailableError
 from kvtier.ports import PutRequest, PutResult, PutStatus, Refusal
 from kvtier.tiers.arena import messages
+from kvtier.tiers.arena.directory import NOWHERE
 
-_PART_BYTES: Final = 8 << 20
-"""Of blocks that are announced and answered together; of their staging area two are in use."""
-_PART_BLOCKS: Final = 64
-_STEP_BYTES: Final = 2 << 20
-"""Of blocks that the store is told of together: it copies them while the next are staged. As many
-as keep it busy: smaller ones cost it more messages, larger ones let it sleep in between."""
-_STEP_BLOCKS: Final = 24
-_TAIL: Final = 4
-"""At most a fourth of a step is no step of its own."""
-_ALIGNMENT: Final = 64
+_PART_BYTES: Final = 64 << 20
+"""Of blocks that are announced and answered together."""
+_PART_SHARE: Final = 8
+"""Of the arena a part takes at most one of so many: its slots are taken before it has come."""
+_PART_BLOCKS: Final = 128
+_PARTS_MAX: Final = 8
+"""Handed over and not answered."""
 
 
 class PutChannel(Protocol):
     """What a put needs of its client, under whose lock it runs. Errors as `ArenaClient.send`."""
 
     @property
-    def staging_bytes(self) -> int: ...
+    def ring_bytes(self) -> int: ...
 
-    def offsets_in_segment(self, payloads: Sequence[memoryview]) -> list[int | None]: ...
+    @property
+    def arena_bytes(self) -> int: ...
 
-    def stage(self, payloads: Sequence[memoryview], offsets: Sequence[int]) -> list[int]: ...
+    def places_in_segment(self, payloads: Sequence[memoryview]) -> list[int]: ...
+
+    def give(self, payloads: Sequence[memoryview], tag: int, deadline_s: float) -> None: ...
 
     def new_tag(self) -> int: ...
 
@@ -48,12 +48,10 @@ class PutChannel(Protocol):
 
 @dataclass(slots=True)
 class _Part:
-    """Blocks that were handed over and are not answered yet; their part of the staging area."""
+    """Blocks that were handed over and are not answered yet."""
 
     tag: int
     positions: range
-    start: int
-    end: int
 
 
 class Put:
@@ -69,24 +67,15 @@ class Put:
         self._channel = channel
         self._deadline_s = deadline_s
         self._results: list[PutResult | None] = [None] * len(requests)
-        staging = channel.staging_bytes
-        places = channel.offsets_in_segment(payloads)
-        sizes = [payload.nbytes for payload in payloads]
+        self._places = channel.places_in_segment(payloads)
         self._at_request: Sequence[int] = range(len(requests))
         """Which request each block is of that is put at all."""
-        self._requests, self._payloads, self._places = requests, payloads, places
-        if max(sizes, default=0) > staging:
-            kept = [i for i in self._at_request if self._fits(i, places, payloads)]
-            self._at_request, sizes = kept, [sizes[i] for i in kept]
-            self._requests = [requests[i] for i in kept]
-            self._payloads = [payloads[i] for i in kept]
-            self._places = [places[i] for i in kept]
-        self._sizes = sizes
-        self._aligned = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-        """What each takes of the staging area, unless it is in the segment already."""
-        self._part_bytes = min(_PART_BYTES, staging // 2)
+        self._requests, self._payloads = requests, payloads
+        if not channel.ring_bytes:
+            self._leave_out([i for i in self._at_request if self._places[i] == NOWHERE])
+        self._sizes = [payload.nbytes for payload in self._payloads]
+        self._part_bytes = min(_PART_BYTES, channel.arena_bytes // _PART_SHARE)
         self._handed: deque[_Part] = deque()
-        self._at = 0
 
     def run(self) -> list[PutResult]:
         """Hand over part by part, and collect the answers."""
@@ -94,9 +83,11 @@ class Put:
         try:
             begin = 0
             while begin < len(self._requests):
-                end = self._run_of(begin, len(self._requests), self._part_bytes, _PART_BLOCKS)
+                end = self._part_from(begin)
                 self._hand_over(range(begin, end))
                 begin = end
+                if len(self._handed) == _PARTS_MAX:
+                    self._collect()
             while self._handed:
                 self._collect()
         except DeadlineError:
@@ -105,74 +96,39 @@ class Put:
             rest = PutResult(PutStatus.ERROR, "unavailable")
         return [rest if one is None else one for one in self._results]
 
-    def _fits(self, i: int, places: Sequence[int | None], payloads: Sequence[memoryview]) -> bool:
-        if places[i] is None and payloads[i].nbytes > self._channel.staging_bytes:
+    def _leave_out(self, positions: Sequence[int]) -> None:
+        """Refuse blocks that there is no way for."""
+        for i in positions:
             self._results[i] = PutResult(PutStatus.REFUSED, Refusal.TOO_LONG)
-            return False
-        return True
+        kept = [i for i in self._at_request if self._results[i] is None]
+        self._at_request = kept
+        self._requests = [self._requests[i] for i in kept]
+        self._payloads = [self._payloads[i] for i in kept]
+        self._places = [self._places[i] for i in kept]
 
-    def _run_of(self, begin: int, end: int, bytes_max: int, blocks_max: int) -> int:
-        """Where a run of blocks from `begin` ends that keeps to both; at least one block."""
-        at, taken = begin + 1, self._aligned[begin]
-        while at < end and at - begin < blocks_max:
-            taken += self._aligned[at]
-            if taken > bytes_max:
+    def _part_from(self, begin: int) -> int:
+        """Where a part ends that begins there; at least one block."""
+        at, taken = begin + 1, self._sizes[begin]
+        while at < len(self._sizes) and at - begin < _PART_BLOCKS:
+            taken += self._sizes[at]
+            if taken > self._part_bytes:
                 break
             at += 1
         return at
 
     def _hand_over(self, part: range) -> None:
-        aligned, places = self._aligned, self._places
-        staged = [i for i in part if places[i] is None]
-        start, end = self._room(sum([aligned[i] for i in staged]))
-        offsets = [place or 0 for place in places[part.start : part.stop]]
-        starts = itertools.accumulate([aligned[i] for i in staged], initial=start)
-        for i, at in zip(staged, starts, strict=False):
-            offsets[i - part.start] = at
-        tag = self._channel.new_tag()
         span = slice(part.start, part.stop)
-        requests, sizes = self._requests[span], self._sizes[span]
-        begin = messages.pack_begin(tag, requests, offsets, sizes)
+        tag = self._channel.new_tag()
+        places = self._places[span]
+        begin = messages.pack_begin(tag, self._requests[span], places, self._sizes[span])
         self._channel.send(begin, self._deadline_s)
-        self._handed.append(_Part(tag, part, start, end))
-        for step in self._steps(part):
-            checksums = self._stage(step, offsets[step.start - part.start : step.stop - part.start])
-            self._channel.send(messages.pack_ready(tag, checksums), self._deadline_s)
-
-    def _steps(self, part: range) -> Iterator[range]:
-        begin, end = part.start, part.stop
-        while begin < end:
-            at = self._run_of(begin, end, _STEP_BYTES, _STEP_BLOCKS)
-            left = sum(self._aligned[at:end])
-            if _TAIL * left <= _STEP_BYTES and _TAIL * (end - at) <= _STEP_BLOCKS:
-                at = end
-            yield range(begin, at)
-            begin = at
-
-    def _stage(self, step: range, offsets: Sequence[int]) -> list[int | None]:
-        """Copy what is not in the segment yet; what the writer says that the checksums are."""
-        checksums: list[int | None] = [
-            request.payload_checksum for request in self._requests[step.start : step.stop]
-        ]
-        staged = [i for i in step if self._places[i] is None]
-        if staged:
-            seen = self._channel.stage(
-                [self._payloads[i] for i in staged], [offsets[i - step.start] for i in staged]
-            )
-            for i, one in zip(staged, seen, strict=True):
-                if checksums[i - step.start] is None:
-                    checksums[i - step.start] = one
-        return checksums
-
-    def _room(self, need: int) -> tuple[int, int]:
-        """A part of the staging area that the store is done with."""
-        if self._at + need > min(self._channel.staging_bytes, 2 * max(self._part_bytes, need)):
-            self._at = 0
-        start, end = self._at, self._at + need
-        while any(part.start < end and start < part.end for part in self._handed):
-            self._collect()
-        self._at = end
-        return start, end
+        self._handed.append(_Part(tag, part))
+        payloads = self._payloads[span]
+        if places.count(NOWHERE) < len(places):
+            payloads = [
+                one for one, place in zip(payloads, places, strict=True) if place == NOWHERE
+            ]
+        self._channel.give(payloads, tag, self._deadline_s)
 
     def _collect(self) -> None:
         part = self._handed.popleft()

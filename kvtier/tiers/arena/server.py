@@ -19,9 +19,9 @@ import itertools
 import os
 import socket
 import struct
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 
 from kvtier.core.checks import require_integer
@@ -32,7 +32,7 @@ from kvtier.limits import LEASE_MS_MAX, RESERVATION_TTL_MS_MAX
 from kvtier.ports import Clock, PutResult, PutStatus
 from kvtier.tiers.arena import messages
 from kvtier.tiers.arena.directory import ABI_VERSION
-from kvtier.tiers.arena.holdings import Prepared, Reservation, ReservationState, Wanted
+from kvtier.tiers.arena.holdings import Reservation, ReservationState, Wanted
 from kvtier.tiers.arena.memory import Sealing, SharedMemory, create
 from kvtier.tiers.arena.messages import (
     BlockToCommit,
@@ -42,15 +42,14 @@ from kvtier.tiers.arena.messages import (
     LeasedBlock,
     Welcome,
 )
+from kvtier.tiers.arena.taking import Answering, Intake, in_segment
 from kvtier.tiers.arena.tier import ArenaTier
 
 _HELLO_S = 5.0
 _ANSWER_S = 5.0
 _TICK_S = 0.25
-_PUT_S = 5.0
-"""How long slots are kept for blocks that a client announced and does not hand over."""
-_PUTS_MAX = 16
-"""Announced and not answered, of one session."""
+_ROUSED_S = 200e-6
+"""How long a message that was said to come at once is waited for, rather than sleep."""
 _TURN_MESSAGES = 16
 """Messages of one client that are answered before others have their turn."""
 _SEGMENT_BYTES_MIN = 1 << 16
@@ -94,26 +93,15 @@ class _Reserved:
 
 
 @dataclass(slots=True, eq=False)
-class _Begun:
-    """Blocks that a client announced, and hands over bit by bit. Nobody else writes the slots."""
-
-    blocks: list[BlockToCommit]
-    payloads: list[memoryview]
-    expires_s: float
-    prepared: Prepared | None
-    """None: they are put as a whole once all of them stand in the segment."""
-    declared: list[int | None] = field(default_factory=list)
-    seen: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class Session:
     """One client. Made by `ArenaServer.open_session`, ended by `close_session`."""
 
     segment: SharedMemory
-    begun: dict[int, _Begun] = field(default_factory=dict)
+    intake: Intake
     reserved: dict[int, _Reserved] = field(default_factory=dict)
     leases: dict[int, _Lease] = field(default_factory=dict)
+    is_rousing: bool = False
+    """Its last message said that a put is about to be announced."""
 
 
 @dataclass(slots=True)
@@ -165,8 +153,8 @@ class ArenaServer:
         """Count a connection that was ended for what it said."""
         self._counts.broken_messages += 1
 
-    def open_session(self, abi: int, segment_bytes: int) -> Session:
-        """Let a client in, with a writable segment of its own.
+    def open_session(self, abi: int, segment_bytes: int, ring_bytes: int = 0) -> Session:
+        """Let a client in, with a writable segment of its own, a part of which may be a ring.
 
         Raises CallerError for another ABI or an impossible size, OverloadedError past a ceiling,
         BackendError where there is no memory.
@@ -184,10 +172,15 @@ class ArenaServer:
             if used.segments_bytes + segment_bytes > config.segments_bytes_max:
                 raise OverloadedError("segments take all the memory that they may")
             segment = create("kvtier-segment", segment_bytes, Sealing.OTHERS_WRITE)
+            try:
+                intake = Intake(self.tier, segment.view, ring_bytes, self._clock)
+            except CallerError:
+                segment.close()
+                raise
         except KvtierError:
             self._counts.refused_sessions += 1
             raise
-        session = Session(segment)
+        session = Session(segment, intake)
         self._sessions[session] = None
         return session
 
@@ -198,9 +191,7 @@ class ArenaServer:
         del self._sessions[session]
         self.tier.abort([held.reservation for held in session.reserved.values()])
         session.reserved.clear()
-        for begun in session.begun.values():
-            self._give_up(begun)
-        session.begun.clear()
+        session.intake.close()
         for lease in session.leases.values():
             self.tier.unpin(lease.name, lease.token)
         session.leases.clear()
@@ -224,7 +215,7 @@ class ArenaServer:
         With a reservation the block goes into its slot; one that has expired is refused, and its
         slot is free from then on, since its writer is done.
         """
-        payloads = _in_segment(session.segment.view, blocks)
+        payloads = in_segment(session.segment.view, blocks)
         if not any(block.reservation_id for block in blocks):
             return await self._write(blocks, payloads, deadline_s)
         taken = [
@@ -247,45 +238,13 @@ class ArenaServer:
         return [done[i] for i in range(len(blocks))]
 
     def begin(self, session: Session, tag: int, blocks: list[BlockToCommit]) -> None:
-        """Take slots for blocks that are going to stand in the session's segment.
+        """Take slots for blocks that are going to come: see `Intake.begin`."""
+        left = self._config.reservations_max - _reservations_count(session)
+        session.intake.begin(tag, blocks, left)
 
-        CallerError for a tag that is in use, too many such puts, and what is outside the segment.
-        """
-        if tag in session.begun or len(session.begun) >= _PUTS_MAX or not blocks:
-            raise CallerError("a put that may not begin")
-        payloads = _in_segment(session.segment.view, blocks)
-        prepared = None
-        if _reservations_count(session) + len(blocks) <= self._config.reservations_max:
-            prepared = self.tier.prepare([block.wanted for block in blocks])
-        expires_s = self._clock() + _PUT_S
-        session.begun[tag] = _Begun(blocks, payloads, expires_s, prepared)
-
-    async def ready(
-        self, session: Session, tag: int, declared: Sequence[int | None], deadline_s: float
-    ) -> list[PutResult] | None:
-        """Copy the next blocks of a put that has begun; results once all are copied, else None.
-
-        Each is verified over the copy, and they are published together. CallerError for a put that
-        has not begun and for more blocks than it has.
-        """
-        begun = session.begun.get(tag)
-        if begun is None or len(begun.declared) + len(declared) > len(begun.blocks):
-            raise CallerError("blocks are ready that were not announced")
-        at = len(begun.declared)
-        begun.declared += declared
-        end = len(begun.declared)
-        if begun.prepared is not None:
-            some = begun.prepared.reservations[at:end]
-            begun.expires_s = inf  # slots that are being written are nobody else's
-            begun.seen += await self.tier.fill(some, begun.payloads[at:end])
-            begun.expires_s = self._clock() + _PUT_S
-        if end < len(begun.blocks):
-            return None
-        session.begun.pop(tag, None)
-        if begun.prepared is not None:
-            return self.tier.publish_filled(begun.prepared, begun.seen, begun.declared)
-        wanted = [block.wanted for block in begun.blocks]
-        return await self.tier.write_many(wanted, begun.payloads, begun.declared, deadline_s)
+    async def advance(self, session: Session, answer: Answering) -> None:
+        """Take what has come of the blocks that were announced: see `Intake.advance`."""
+        await session.intake.advance(answer)
 
     def abort(self, session: Session, reservation_ids: Sequence[int]) -> None:
         """The client writes these no more: their slots are free. Unknown ids are ignored."""
@@ -326,16 +285,7 @@ class ArenaServer:
                     self._counts.reservations_expired += 1
                     self.tier.quarantine(held.reservation)
 
-            for begun in session.begun.values():
-                if begun.expires_s <= now and begun.prepared is not None:
-                    self._counts.reservations_expired += len(begun.prepared.reservations)
-                    self._give_up(begun)
-
-    def _give_up(self, begun: _Begun) -> None:
-        """Free the slots of a put: what is handed over after all is put as a whole."""
-        if begun.prepared is not None:
-            self.tier.abort(begun.prepared.reservations)
-            begun.prepared = None
+            self._counts.reservations_expired += session.intake.expire(now)
 
     async def _write(
         self, blocks: Sequence[BlockToCommit], payloads: Sequence[memoryview], deadline_s: float
@@ -460,13 +410,14 @@ class ArenaListener:
                     return
                 if turn % _TURN_MESSAGES == 0:
                     await asyncio.sleep(0)  # a socket that always has more never lets go
-                message = await asyncio.get_running_loop().sock_recv(
-                    connection, messages.MESSAGE_BYTES_MAX
-                )
+                message = _at_once(connection) if session.is_rousing else None
+                if message is None:
+                    message = await asyncio.get_running_loop().sock_recv(
+                        connection, messages.MESSAGE_BYTES_MAX
+                    )
                 if not message:
                     return
-                answer = await self._answer(session, message)
-                if answer is not None:
+                for answer in await self._answers(session, connection, message):
                     await _send(connection, answer)
         except (OSError, TimeoutError):
             return  # the client is gone, or does not take its answers
@@ -486,7 +437,7 @@ class ArenaListener:
             raise CallerError("not a hello of a user who may come in")
         hello = messages.parse_hello(body)
         try:
-            session = self._server.open_session(hello.abi, hello.segment_bytes)
+            session = self._server.open_session(hello.abi, hello.segment_bytes, hello.ring_bytes)
         except KvtierError as error:
             reason = type(error).__name__.encode()
             await _send(connection, messages.pack(Kind.REFUSED, 0, 0, reason))
@@ -501,18 +452,33 @@ class ArenaListener:
             raise
         return session
 
-    async def _answer(self, session: Session, message: bytes) -> bytes | None:
+    async def _answers(
+        self, session: Session, connection: socket.socket, message: bytes
+    ) -> list[bytes]:
+        """Do what a message says; the answers that could not be sent at once."""
         head, body = messages.head_of(message)
+        session.is_rousing = False
+        if head.kind not in {Kind.BEGIN, Kind.READY}:
+            answer = await self._answer(session, head, body)
+            return [] if answer is None else [answer]
+        if head.kind is Kind.BEGIN:
+            self._server.begin(session, head.tag, messages.parse_commit(head.count, body))
+        else:
+            session.is_rousing = not session.intake.is_expecting
+        unsent: list[bytes] = []
+
+        def send(tag: int, results: list[PutResult]) -> None:
+            packed = messages.pack_results(tag, results)
+            try:
+                connection.send(packed)
+            except OSError:  # the client is gone, or has not taken the last ones
+                unsent.append(packed)
+
+        await self._server.advance(session, send)
+        return unsent
+
+    async def _answer(self, session: Session, head: Head, body: bytes) -> bytes | None:
         match head.kind:
-            case Kind.BEGIN:
-                blocks_begun = messages.parse_commit(head.count, body)
-                self._server.begin(session, head.tag, blocks_begun)
-                return None
-            case Kind.READY:
-                declared = messages.parse_ready(head.count, body)
-                deadline_s = self._server.now() + _ANSWER_S
-                results = await self._server.ready(session, head.tag, declared, deadline_s)
-                return None if results is None else messages.pack_results(head.tag, results)
             case Kind.COMMIT:
                 return await self._commit(session, head, body)
             case Kind.RESERVE:
@@ -546,20 +512,18 @@ class ArenaListener:
 
 
 def _reservations_count(session: Session) -> int:
-    return len(session.reserved) + sum(
-        len(begun.prepared.reservations) for begun in session.begun.values() if begun.prepared
-    )
+    return len(session.reserved) + session.intake.reservations_count
 
 
-def _in_segment(segment: memoryview, blocks: Sequence[BlockToCommit]) -> list[memoryview]:
-    places = [
-        (block.segment_offset, block.segment_offset + block.wanted.payload_bytes)
-        for block in blocks
-    ]
-    limit = segment.nbytes
-    if any(end > limit for _, end in places):
-        raise CallerError("a block to commit is outside its segment")
-    return [segment[start:end] for start, end in places]
+def _at_once(connection: socket.socket) -> bytes | None:
+    """The next message of a client that said it would come at once; None if it does not."""
+    end_s = time.monotonic() + _ROUSED_S
+    while time.monotonic() < end_s:
+        try:
+            return connection.recv(messages.MESSAGE_BYTES_MAX)
+        except BlockingIOError:
+            continue
+    return None
 
 
 async def _send(connection: socket.socket, message: bytes) -> None:

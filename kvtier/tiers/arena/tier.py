@@ -63,8 +63,10 @@ from kvtier.tiers.arena.directory import (
 )
 from kvtier.tiers.arena.holdings import (
     STORED,
+    Answer,
     Held,
     Holdings,
+    Place,
     Prepared,
     Reservation,
     Wanted,
@@ -339,8 +341,49 @@ class ArenaTier:
         """Copy payloads of the reserved lengths into their slots, verify, publish."""
         require_open_reservations(reservations)
         copied = await self._copy(reservations, payloads)
-        results = self._publish(reservations, copied, checksums)
-        self._count_puts([reservation.wanted for reservation in reservations], results)
+        wanted = [reservation.wanted for reservation in reservations]
+        return self.settle(wanted, reservations, copied, checksums)
+
+    def begin(self, wanted: Sequence[Wanted]) -> list[Place]:
+        """Take slots for blocks that will be copied into them one after another, then `settle`d."""
+        require_open(self._is_open)
+        return self._holdings.begin(wanted)
+
+    def settle(
+        self,
+        wanted: Sequence[Wanted],
+        places: Sequence[Place],
+        seen: Sequence[int],
+        declared: Sequence[int | None],
+    ) -> list[PutResult]:
+        """Publish what was copied into slots, one chain; CORRUPT if another checksum was declared.
+
+        `seen`: of what stands in a slot, or of what came where a block was there already.
+        CallerError for a reservation that is not open.
+        """
+        taken = [i for i, place in enumerate(places) if isinstance(place, Reservation)]
+        published = iter(
+            self._publish(
+                [place for place in places if isinstance(place, Reservation)],
+                [seen[i] for i in taken],
+                [declared[i] for i in taken],
+            )
+        )
+        results = []
+        for i, place in enumerate(places):
+            if isinstance(place, Reservation):
+                results.append(next(published))
+            elif isinstance(place, Held):
+                wrong = declared[i] not in {None, seen[i]}
+                compared = place.compared(wanted[i].payload_bytes, seen[i])
+                results.append(PutResult(PutStatus.CORRUPT) if wrong else compared)
+            elif place is None:
+                results.append(PutResult(PutStatus.ERROR, "expired"))
+            else:
+                results.append(PutResult(PutStatus.REFUSED, place))
+        self._count_puts(wanted, results)
+        if any(result.status is not PutStatus.STORED for result in results):
+            self.touch([one.name for one in wanted])  # in order again, as one chain
         return results
 
     def prepare(self, wanted: Sequence[Wanted]) -> Prepared | None:
@@ -351,29 +394,39 @@ class ArenaTier:
         require_open(self._is_open)
         return self._holdings.prepare(wanted)
 
-    async def fill(
-        self, reservations: Sequence[Reservation], payloads: Sequence[memoryview]
-    ) -> list[int]:
-        """Copy payloads of the reserved lengths into their slots; the checksums of what is there.
+    async def fill(self, places: Sequence[Place], payloads: Sequence[memoryview]) -> list[int]:
+        """Copy payloads into the slots among these places; the checksums of what is there, or of
+        the payload where there is no slot.
 
         Cancelled, it has aborted these reservations.
         """
         require_open(self._is_open)
-        return await self._copy(reservations, payloads)
+        pairs = list(zip(places, payloads, strict=True))
+        slots = [(one, payload) for one, payload in pairs if isinstance(one, Reservation)]
+        copied = iter(await self._copy([one for one, _ in slots], [view for _, view in slots]))
+        return [
+            next(copied) if isinstance(one, Reservation) else checksum(payload)
+            for one, payload in pairs
+        ]
 
     def publish_filled(
-        self, prepared: Prepared, seen: Sequence[int], declared: Sequence[int | None]
-    ) -> list[PutResult]:
-        """Publish slots with what `fill` saw in them; CORRUPT where another checksum was declared.
+        self,
+        prepared: Prepared,
+        seen: Sequence[int],
+        declared: Sequence[int | None],
+        answer: Answer,
+    ) -> None:
+        """Publish slots with what was seen in them; CORRUPT where another checksum was declared.
 
-        CallerError for a reservation that is not open.
+        `answer` gets the results as soon as readers can find the blocks: see
+        `Holdings.publish_prepared`. CallerError for a reservation that is not open.
         """
         if self._is_open and (seen == declared or _agree(seen, declared)):
-            results = self._holdings.publish_prepared(prepared, seen)
+            results = self._holdings.publish_prepared(prepared, seen, answer)
         else:
             results = self._publish(prepared.reservations, seen, declared)
+            answer(results)
         self._count_puts([one.wanted for one in prepared.reservations], results)
-        return results
 
     def frame_memory(self, name: FrameName) -> tuple[memoryview, memoryview] | None:
         """The very memory of a block's header and payload, to damage it in a test."""

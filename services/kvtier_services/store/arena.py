@@ -14,7 +14,7 @@ from kvtier.core.frame import FrameName
 from kvtier.errors import KvtierError
 from kvtier.ports import PutRequest, PutResult, PutStatus
 from kvtier.store import TieredStore
-from kvtier.tiers.arena.holdings import STORED, Prepared, Reservation, Wanted
+from kvtier.tiers.arena.holdings import STORED, Answer, Place, Prepared, Wanted
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape, ArenaTier
 from kvtier.tiers.tally import payload_view
 
@@ -133,24 +133,40 @@ class GovernedArena(ArenaTier):
         return None if self.store is None else super().prepare(wanted)
 
     def publish_filled(
-        self, prepared: Prepared, seen: Sequence[int], declared: Sequence[int | None]
-    ) -> list[PutResult]:
-        """Blocks for which a client had slots taken: published, then taken into the books."""
-        results = super().publish_filled(prepared, seen, declared)
-        wanted = [one.wanted for one in prepared.reservations]
-        if all(result is STORED for result in results):  # nearly always
-            return self._adopted(wanted, seen, results)
-        return self._adopted_of(wanted, results)
-
-    async def write_reserved(
         self,
-        reservations: Sequence[Reservation],
-        payloads: Sequence[memoryview],
-        checksums: Sequence[int | None],
+        prepared: Prepared,
+        seen: Sequence[int],
+        declared: Sequence[int | None],
+        answer: Answer,
+    ) -> None:
+        """Blocks for which a client had slots taken: published, then taken into the books."""
+        answered: list[PutResult] = []
+
+        def answering(results: list[PutResult]) -> None:
+            answered.extend(results)
+            answer(results)
+
+        super().publish_filled(prepared, seen, declared, answering)
+        wanted = [one.wanted for one in prepared.reservations]
+        if all(result is STORED for result in answered):  # nearly always
+            self._adopted(wanted, seen, answered)
+        else:
+            self._adopted_of(wanted, answered)
+
+    def begin(self, wanted: Sequence[Wanted]) -> list[Place]:
+        """See `ArenaTier.begin`: nothing before `govern` and after `release`."""
+        return [None] * len(wanted) if self.store is None else super().begin(wanted)
+
+    def settle(
+        self,
+        wanted: Sequence[Wanted],
+        places: Sequence[Place],
+        seen: Sequence[int],
+        declared: Sequence[int | None],
     ) -> list[PutResult]:
         """Blocks for which a client had taken slots: published, then taken into the books."""
-        results = await super().write_reserved(reservations, payloads, checksums)
-        return self._adopted_of([one.wanted for one in reservations], results)
+        results = super().settle(wanted, places, seen, declared)
+        return self._adopted_of(wanted, results)
 
     def _adopted_of(self, wanted: Sequence[Wanted], results: list[PutResult]) -> list[PutResult]:
         """Have the planner know those that were stored."""
