@@ -96,7 +96,7 @@ def frame(known: Known, screen: Screen, trouble: str = "") -> list[Line]:
     if known.overview:
         lines += _head(known)
         lines += _alerts(known.overview)
-        lines += _tiers(known.overview, width)
+        lines += _tiers(known.overview)
         left = None if screen.height is None else max(screen.height, HEIGHT_MIN) - len(lines)
         lines += _lists(known, width, left)
     cut = [Line(fit(line.text, width).rstrip(), line.tone) for line in lines]
@@ -173,7 +173,8 @@ def _alerts(told: Table) -> list[Line]:
     return found[:3]
 
 
-def _tiers(told: Table, width: int) -> list[Line]:
+def _tiers(told: Table) -> list[Line]:
+    is_stale = _table(told, "index").get("trust") == "degraded"
     rows = []
     for tier in _tables(told, "tiers"):
         used, most = _number(tier, "bytes"), _number(tier, "bytes_max")
@@ -185,7 +186,7 @@ def _tiers(told: Table, width: int) -> list[Line]:
         if _number(tier, "bytes_max"):
             room += f" of {size(_number(tier, 'bytes_max'))}"
         degraded = int(_number(tier, "degraded"))
-        trust = f"{degraded} DEGRADED" if degraded else "EXACT"
+        trust = f"{degraded} DEGRADED" if degraded else "as last heard" if is_stale else "EXACT"
         rows.append(
             Line(
                 f"{_text(tier, 'tier').upper():<6}[{'#' * full}{'.' * (_BAR - full)}] "

@@ -102,7 +102,9 @@ def test_a_frame_tells_rates_tiers_holders_requests_and_events() -> None:
 def test_what_is_wrong_stands_at_the_top(changes: dict[str, Any], words: str) -> None:
     known = Known()
     known.take(overview(**changes))
-    assert words in "\n".join(shown(known).splitlines()[:5])
+    text = shown(known)
+    assert words in "\n".join(text.splitlines()[:5])
+    assert ("as last heard" in text) == ("index" in changes)
 
 
 def test_names_cannot_command_the_terminal_and_wide_ones_are_cut_by_columns() -> None:

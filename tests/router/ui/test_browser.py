@@ -18,6 +18,7 @@ from tests.harness.ports import free_port
 from tests.harness.processes import Launch, Process, ProcessRunner, kvtier_command
 from tests.harness.readiness import http_ready
 from tests.harness.rights import requires_chromium
+from tests.harness.waiting import eventually
 from tests.support.index_cluster import start_index
 from tests.support.store_cluster import start_store
 from tests.support.worker_cluster import MODEL, TOKEN_BYTES, prompt_of, start_worker
@@ -180,8 +181,11 @@ def test_lists_are_searched_paged_and_worked_with_the_keyboard(
     window.click("#requests-back")
     window.until("#requests-page", "newest")
     window.click("#requests-errors")
-    window.until("#requests tbody tr:nth-child(1)", "404")
-    assert all("404" in line for line in window.texts("#requests tbody tr"))
+    eventually(
+        lambda: all("404" in line for line in window.texts("#requests tbody tr")),
+        20,
+        "only errors are listed",
+    )
     window.click("#requests-errors")
     window.type("#requests-text", "ask-58")
     window.until("#requests tbody tr:nth-child(1)", "ask-58")

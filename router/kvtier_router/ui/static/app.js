@@ -316,7 +316,7 @@ const TIER_COLOURS = { gpu: "c1", dram: "c3", nvme: "c5", redis: "c2" };
 
 function showTiers(told) {
   const unknown = told.index.mode !== "embedded";
-  say("tiers-note", unknown ? "" : "as the index tells it");
+  say("tiers-note", unknown ? "" : stale() ? "as the index told it last" : "as the index tells it");
   if (told.tiers.length === 0) {
     const words = unknown ? "Only a router with an embedded index knows what holders keep." : "Nobody has told the index of any block yet.";
     byId("tiers").replaceChildren(el("p", { class: "empty-note" }, words));
@@ -332,7 +332,7 @@ function showTiers(told) {
       el("span", { class: "what" }, el("b", {}, plural(tier.blocks, "block")), " · ", room),
       el("span", { class: "more" },
         el("span", {}, `${plural(tier.holders, "holder")}, ${TIER_WORDS[tier.tier] ?? ""}`),
-        tier.degraded ? el("span", { class: "tag", "data-level": "warning" }, `${number(tier.degraded)} DEGRADED`) : el("span", { class: "tag", "data-level": "good" }, "all EXACT")));
+        tier.degraded ? el("span", { class: "tag", "data-level": "warning" }, `${number(tier.degraded)} DEGRADED`) : stale() ? el("span", { class: "tag", "data-level": "warning" }, "as last heard") : el("span", { class: "tag", "data-level": "good" }, "all EXACT")));
   }));
 }
 
@@ -392,7 +392,11 @@ function showFleet(told) {
   byId("fleet-next").disabled = told.offset + told.rows.length >= told.count;
 }
 
+/** Whether the index is silent, so that what it said of holders may be old. */
+const stale = () => state.told?.index.trust === "degraded";
+
 function trust(row) {
+  if (row.trust === "exact" && stale()) return el("span", { class: "tag", "data-level": "warning" }, "was EXACT");
   if (row.trust === "exact") return el("span", { class: "tag", "data-level": "good" }, "EXACT");
   if (row.trust === "degraded") return el("span", { class: "tag", "data-level": "warning" }, "DEGRADED");
   return el("span", { class: "tag" }, "not in an index");
