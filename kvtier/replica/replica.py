@@ -198,15 +198,10 @@ class IndexReplica:
 
     def look(self) -> ReplicaLook:
         """Everybody with what is on its way to them, for a caller that asks all the time. O(1)."""
-        picture, lag = self._picture, self.lag
-        foreign = picture.foreign
+        picture = self._picture
+        foreign, (trust, age_s) = picture.foreign, self._trust(picture)
         return ReplicaLook(
-            holders=picture.holders,
-            changes_count=picture.changes_count,
-            foreign_tokens=foreign.tokens,
-            foreign_requests=foreign.requests,
-            trust=lag.trust,
-            age_s=lag.age_s,
+            picture.holders, picture.changes_count, foreign.tokens, foreign.requests, trust, age_s
         )
 
     def holders(self) -> tuple[HolderView, ...]:
@@ -239,11 +234,15 @@ class IndexReplica:
     @property
     def lag(self) -> ReplicaLag:
         """Trust and age of the picture in use; the age is what a scorer lets credit decay by."""
-        picture, now = self._picture, time.monotonic()
-        age_s = now - picture.heard_at if picture.is_complete else float("inf")
-        is_exact = picture is self._followed and age_s <= self._config.lag_s_max
-        trust = Trust.EXACT if is_exact else Trust.DEGRADED
+        picture = self._picture
+        trust, age_s = self._trust(picture)
         return ReplicaLag(trust, age_s, picture.position, picture.index_epoch, self._target)
+
+    def _trust(self, picture: Picture) -> tuple[Trust, float]:
+        """Of one picture, with the age of what it heard last."""
+        age_s = time.monotonic() - picture.heard_at if picture.is_complete else float("inf")
+        is_exact = picture is self._followed and age_s <= self._config.lag_s_max
+        return Trust.EXACT if is_exact else Trust.DEGRADED, age_s
 
     def stats(self) -> ReplicaStats:
         picture = self._picture
