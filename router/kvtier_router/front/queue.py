@@ -112,7 +112,7 @@ class RequestQueue:
 
     def pump(self) -> None:
         """Start whose turn it is and end what waited too long; also called a few times a second."""
-        while True:
+        while self._waiting:  # else nobody is queued, and nothing can expire
             turn = self._admission.take(self._clock())
             for late in turn.expired:
                 self.expired += 1
