@@ -19,6 +19,7 @@ from kvtier.local.demo.client import Answer, Ask, Token, ask
 from kvtier.local.demo.command import Wish, command, concluded, demo_cluster, demonstrate
 from kvtier.local.demo.judging import (
     NEAR_TIE_GAP,
+    Computed,
     Phase,
     PhaseResult,
     Same,
@@ -110,6 +111,10 @@ def test_a_phase_that_missed_its_tier_is_told() -> None:
     assert "from dram" in complaint(result(("dram",), nvme=900))
     assert "400 of 1000" in complaint(result(("dram",), gpu=500, dram=400))
     assert "900 tokens were reused" in complaint(result((), gpu=900))
+    later = (answer("abc"), answer("abc", gpu=16))
+    cold, off = Phase("cold", ()), Phase("off", (), Computed.ALL)
+    assert PhaseResult(cold, later).complaint() == ""
+    assert "16 tokens were reused" in PhaseResult(off, later).complaint()
 
 
 def test_a_wrong_answer_is_told_before_anything_else() -> None:

@@ -29,13 +29,22 @@ class Same(StrEnum):
     NO = "NO"
 
 
+class Computed(StrEnum):
+    """Which requests of a phase that names no tier must find nothing."""
+
+    FIRST = "first"
+    """The others may find what it left."""
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A phase and what it names."""
 
     name: str
     tiers: tuple[str, ...]
-    """Where the prompt of its first request has to come from; none: everything is computed."""
+    """Where the prompt of its first request has to come from; none: it is computed."""
+    computed: Computed = Computed.FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,8 @@ class PhaseResult:
             number = self.same.index(Same.NO) + 1
             return f"{self.phase.name}: answer {number} differs from cache-off"
         if not self.phase.tiers:
-            reused = sum(first.reused.values())
+            held = self.answers if self.phase.computed is Computed.ALL else (first,)
+            reused = sum(sum(one.reused.values()) for one in held)
             return f"{self.phase.name}: {reused} tokens were reused" if reused else ""
         hit = sum(first.reused.get(tier, 0) for tier in self.phase.tiers)
         if hit < _HIT_SHARE_MIN * first.prompt_tokens:

@@ -16,7 +16,7 @@ from kvtier.errors import UnavailableError
 from kvtier.local.cluster import RunningCluster
 from kvtier.local.demo.chats import CHATS, Chat, conversation
 from kvtier.local.demo.client import Answer, Ask, Asking, ask
-from kvtier.local.demo.judging import GPU, Phase, PhaseResult
+from kvtier.local.demo.judging import GPU, Computed, Phase, PhaseResult
 from kvtier.local.plan import Kind
 from kvtier.local.probes import samples
 from kvtier.sections import parse_address
@@ -26,7 +26,7 @@ REPEATED: Final = Phase("repeated: L1", (GPU,))
 WORKER: Final = Phase("workers restarted: L2 DRAM", ("dram",))
 STORE: Final = Phase("store restarted: NVMe", ("nvme",))
 OTHER: Final = Phase("other worker: L2", ("dram", "nvme"))
-OFF: Final = Phase("cache off", ())
+OFF: Final = Phase("cache off", (), Computed.ALL)
 _SETTLE_S_MAX: Final = 30.0
 _LOOK_S: Final = 0.1
 _ADMIN_S: Final = 10.0
