@@ -123,6 +123,7 @@ async def kill_under_load(cluster: LocalCluster, victim: str, asking: Asking) ->
         )
         done.set()
     assert min(user.result() for user in users) >= 2
+    assert f"{victim:<10} down" in cluster.process.log_text()
 
 
 @pytest.mark.parametrize("victim", ["index", "store", "worker-1", "worker-2", "router-2"])

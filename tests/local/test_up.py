@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from kvtier.local.probes import http_answer
@@ -24,7 +23,7 @@ from tests.support.local_cluster import (
     status_json,
     up_launch,
 )
-from tests.support.worker_cluster import Answer, Client, Expected, prompt_of
+from tests.support.worker_cluster import Client, Expected, prompt_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -77,38 +76,6 @@ def test_a_second_cluster_in_the_same_directory_is_refused(cluster: LocalCluster
     assert str(cluster.root) in refused.stderr
     assert str(cluster.process.pid) in refused.stderr
     assert cluster.all_up()
-
-
-@pytest.mark.parametrize("victim", ["worker-1", "store", "index"])
-async def test_a_killed_process_is_mended_and_no_answer_is_wrong_or_lost(
-    cluster: LocalCluster, victim: str
-) -> None:
-    expected, done = Expected(), asyncio.Event()
-    before = cluster.restarts(victim)
-
-    async def keep_asking(number: int, client: Client) -> int:
-        """Ask for as long as the fault lasts, with a shared prefix; how many answers came."""
-        count = 0
-        while not done.is_set() or count == 0:
-            prompt = prompt_of(7, 160) + prompt_of(number * 10 + count % 5, 48)
-            answer = await _retried(client, prompt)
-            assert answer.text == expected.text(prompt, 4)
-            count += 1
-        return count
-
-    async with router_of(cluster).client() as client:
-        asking = [asyncio.create_task(keep_asking(number, client)) for number in range(3)]
-        await asyncio.to_thread(_kill, cluster, victim)
-        await asyncio.to_thread(
-            eventually,
-            lambda: cluster.restarts(victim) > before and cluster.all_up(),
-            START_S,
-            f"{victim} is mended",
-        )
-        done.set()
-        counts = await asyncio.gather(*asking)
-    assert min(counts) >= 1
-    assert f"{victim:<10} down" in cluster.process.log_text()
 
 
 def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
@@ -214,31 +181,3 @@ async def _asked(client: Client, prompt: list[int]) -> Found:
 async def _one(cluster: LocalCluster, prompt: list[int]) -> Found:
     async with router_of(cluster).client() as client:
         return await _asked(client, prompt)
-
-
-async def _retried(client: Client, prompt: list[int]) -> Answer:
-    """As a client with retries does; its tries are bounded by the test's time."""
-    while True:
-        try:
-            async with client.session.post(
-                f"{client.url}/v1/completions",
-                json={
-                    "model": "kvtier-fake",
-                    "prompt": prompt,
-                    "max_tokens": 4,
-                    "temperature": 0,
-                },
-            ) as response:
-                told = await response.json()
-                if response.status == 200:
-                    choice = told["choices"][0]
-                    assert choice["finish_reason"] == "length"
-                    return Answer(choice["text"], "length", len(prompt), {})
-                assert response.status in {429, 500, 502, 503, 504}, told
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.05)
-
-
-def _kill(cluster: LocalCluster, name: str) -> None:
-    os.kill(cluster.pids[name], signal.SIGKILL)
