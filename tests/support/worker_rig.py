@@ -14,11 +14,12 @@ import torch
 
 from kvtier.core.costs import Priors
 from kvtier.core.event_columns import Hashes
+from kvtier.core.eviction import PriorityPolicy
 from kvtier.core.frame import FrameName
 from kvtier.core.identity import KvDtype
 from kvtier.core.planner import WritePolicy
 from kvtier.core.workers import Load as WorkerLoad
-from kvtier.paged.blocks import BlockManager
+from kvtier.paged.blocks import BlockManager, PolicyFactory
 from kvtier.paged.fake import FakeModel, FakeTerms
 from kvtier.paged.geometry import KvGeometry, LayerGroup
 from kvtier.paged.pool import KvPool
@@ -262,6 +263,7 @@ class RigTerms:
     write_policy: WritePolicy = WritePolicy.ON_SEAL
     prefill_tokens_max: int = 32
     priors: Priors = field(default_factory=Priors)
+    policy: PolicyFactory = PriorityPolicy
 
 
 SLOW = Priors(
@@ -308,7 +310,7 @@ class Rig:
         self.events = Heard()
         geometry = runner.geometry
         self.pool = KvPool(geometry, [terms.blocks] * len(geometry.groups))
-        self.blocks = BlockManager(geometry, self.pool.blocks_counts)
+        self.blocks = BlockManager(geometry, self.pool.blocks_counts, terms.policy)
         self.carrier = carrier
         self.transfer = BlockTransfer(self.pool, 8, carrier)
         identity = runner.model_id, runner.revision, runner.rope_digest

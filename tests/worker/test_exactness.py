@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.core.costs import Priors
+from kvtier.core.eviction import LruPolicy, PriorityPolicy
 from kvtier.core.planner import WritePolicy
 from kvtier.paged.geometry import LayerGroup
 from kvtier.types import PrefixHash
@@ -44,6 +45,7 @@ def some_terms(dice: random.Random) -> RigTerms:
         step_tokens_max=dice.choice([5, 16, 64]),
         write_policy=dice.choice(list(WritePolicy)),
         prefill_tokens_max=dice.choice([4, 32]),
+        policy=dice.choice([PriorityPolicy, LruPolicy]),
         priors=SLOW if dice.random() < 0.3 else Priors(),
     )
 
@@ -69,7 +71,7 @@ def run_schedule(rig: Rig, dice: random.Random) -> dict[int, tuple[list[int], in
         prompt, count = some_prompt(dice), dice.randint(1, 14)
         wanted[rig.submit(prompt, count, priority=dice.randint(0, 1))] = (prompt, count)
         for _ in range(dice.randint(0, 8)):
-            rig.step(dice.choice([0.0, 0.001, 0.2]))
+            rig.step(dice.choice([0.0, 0.001, 0.2, 6.0]))
         if dice.random() < 0.3:
             rig.blocks.clear()
         if dice.random() < 0.2:

@@ -126,3 +126,26 @@ async def test_the_endpoints_ceilings_are_those_of_the_file(tmp_path: Path) -> N
             assert response.status == 200
         async with session.post(url, json=body | {"prompt": "Once" * 30}) as response:
             assert response.status == 413
+
+
+@pytest.mark.parametrize("priority", [90, 35, 10])
+async def test_a_retention_hint_decides_what_stays_in_l1(priority: int) -> None:
+    """Two prompts fill the pool; the hinted one is the older."""
+    hint = {"kv_retention": {"ranges": [{"start": 0, "priority": priority}]}}
+
+    async def cached_of(
+        session: aiohttp.ClientSession, url: str, first: int, **more: object
+    ) -> int:
+        body = {"model": "fake", "prompt": [first] + [1] * 399, "max_tokens": 1, **more}
+        async with session.post(url, json=body) as response:
+            told = await response.json()
+        count = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert isinstance(count, int)
+        return count
+
+    async with a_worker(FAKE) as running, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{running.port}/v1/completions"
+        assert await cached_of(session, url, 2, **hint) == 0
+        for other in range(3, 7):
+            assert await cached_of(session, url, other) == 0
+        assert await cached_of(session, url, 2) == (384 if priority == 90 else 0)

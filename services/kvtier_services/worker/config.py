@@ -30,6 +30,14 @@ class DTypeName(enum.StrEnum):
     FLOAT16 = "float16"
 
 
+class Eviction(enum.StrEnum):
+    """Which blocks of L1 go first."""
+
+    PRIORITY = "priority"
+    """By retention priority, of equals the least recently used; the only one that heeds hints."""
+    LRU = "lru"
+
+
 @dataclass(frozen=True, slots=True)
 class FakeSection:
     """The fake model (`--model fake`), which stands for a GPU in tests and benches."""
@@ -84,6 +92,8 @@ class CacheSection:
     """Tokens of one block; workers that share blocks have the same."""
     kv_memory_bytes: int = 1 << 30
     """Memory of the pool, taken at the start."""
+    eviction: Eviction = Eviction.PRIORITY
+    """priority or lru."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:

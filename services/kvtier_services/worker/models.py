@@ -12,22 +12,33 @@ from typing import Final
 
 import torch
 
+from kvtier.core.eviction import LruPolicy, PriorityPolicy
 from kvtier.core.identity import KvDtype
 from kvtier.core.model_card import ModelCard
 from kvtier.errors import ConfigError
-from kvtier.paged.blocks import BlockManager
+from kvtier.paged.blocks import BlockManager, PolicyFactory
 from kvtier.paged.fake import FakeModel, FakeTerms
 from kvtier.paged.geometry import one_group
 from kvtier.paged.pool import KvPool, blocks_of_budget
 from kvtier.paged.runner import ModelRunner
 from kvtier.text import TextModel
 from kvtier.types import Fingerprint
-from kvtier_services.worker.config import CacheSection, Device, FakeSection, ModelSection
+from kvtier_services.worker.config import (
+    CacheSection,
+    Device,
+    Eviction,
+    FakeSection,
+    ModelSection,
+)
 from kvtier_services.worker.core import Machine
 
 FAKE: Final = "fake"
 _FAKE_LAYERS: Final = 4
 _FAKE_TEXT_TOKENS: Final = 1 << 20
+_POLICIES: Final[dict[Eviction, PolicyFactory]] = {
+    Eviction.PRIORITY: PriorityPolicy,
+    Eviction.LRU: LruPolicy,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,8 @@ def open_model(model: ModelSection, cache: CacheSection) -> Served:
     namespaces = tuple(
         runner.geometry.spec(group, *identity).fingerprint() for group in range(len(counts))
     )
-    machine = Machine(runner, pool, BlockManager(runner.geometry, counts))
+    blocks = BlockManager(runner.geometry, counts, _POLICIES[cache.eviction])
+    machine = Machine(runner, pool, blocks)
     return Served(machine, texts, card, namespaces)
 
 

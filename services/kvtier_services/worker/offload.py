@@ -284,11 +284,15 @@ class Offload:
         if not self.saves.backlog_count:
             return Haste.GATHER
         for group in range(len(self._namespaces)):
-            wanted = self._scheduler.blocks_taken_max - self._blocks.usage(group).free_count
-            if wanted > 0:
-                for key, _ in self._blocks.coldest(wanted, now, group):
-                    if self.saves.is_waiting(block_name(group, key)):
-                        return Haste.NOW
+            usage = self._blocks.usage(group)
+            wanted = self._scheduler.blocks_taken_max - usage.free_count
+            if wanted <= 0:
+                continue
+            coldest = self._blocks.coldest(wanted, now, group)
+            if len(coldest) < min(wanted, usage.idle_count):
+                return Haste.NOW  # the policy does not say what comes after these
+            if any(self.saves.is_waiting(block_name(group, key)) for key, _ in coldest):
+                return Haste.NOW
         return Haste.GATHER
 
     def _offer_coldest(self, now: float) -> None:
