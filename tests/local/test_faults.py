@@ -107,6 +107,8 @@ async def kill_under_load(cluster: LocalCluster, victim: str, asking: Asking) ->
     """Kill a process while all chats go on, and wait until it is back; any Lost goes up."""
     begun, done = [asyncio.Event() for _ in CHATS], asyncio.Event()
     before = cluster.restarts(victim)
+    # One fault at a time: what was killed before is back for the routers too.
+    await asyncio.to_thread(eventually, cluster.all_seen, START_S, "all workers are seen")
     async with asyncio.TaskGroup() as group:
         users = [
             group.create_task(keep_asking(asking, chat, at, done))

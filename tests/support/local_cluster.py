@@ -5,6 +5,7 @@ What must not live here: what a test expects.
 
 import json
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from kvtier.local.directory import ClusterState, DataDirectory
+from kvtier.local.probes import http_json
 from tests.harness.processes import Launch, Process, ProcessRunner, clean_environment
 from tests.harness.processes import kvtier_command as command
 from tests.harness.toml_text import TomlTable
@@ -70,6 +72,18 @@ class LocalCluster:
 
     def all_up(self) -> bool:
         return all(one.state == "up" for one in self.state.services)
+
+    def all_seen(self) -> bool:
+        """Whether every router sends requests to every worker."""
+        workers = {one.name for one in self.state.services if one.name.startswith("worker")}
+        for one in self.state.services:
+            if one.name.startswith("router"):
+                text = (self.root / "config" / f"{one.name}.toml").read_text(encoding="utf-8")
+                told = http_json(str(tomllib.loads(text)["admin_bind"]), "/fleet")
+                rows = told["workers"] if isinstance(told, dict) else []
+                if not workers <= {row["worker"] for row in rows if row["state"] == "candidate"}:
+                    return False
+        return True
 
     def log(self, name: str) -> str:
         return (self.root / "logs" / f"{name}.log").read_text(errors="replace")
