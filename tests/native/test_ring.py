@@ -139,6 +139,26 @@ def test_a_call_takes_no_more_than_its_share() -> None:
     assert pair.taker.is_between
 
 
+def test_a_giver_that_dribbles_does_not_hold_the_taker_for_ever() -> None:
+    pair = Pair(_native.RingGiver(RING), _native.RingTaker(RING))
+    is_over = threading.Event()
+
+    def dribble() -> None:
+        staged = 0
+        while not is_over.wait(0.001):  # well within what is waited for the next bytes
+            staged = min(staged + 1024, RING)
+            struct.pack_into("<Q", pair.segment, 0, staged)
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    _, status = pair.taker.take(pair.segment, pair.slots, [0, 15_000], LABEL, MANY, 1200)
+    taken = struct.unpack_from("<Q", pair.segment, 64)[0]
+    is_over.set()
+    thread.join()
+    assert status == RingStatus.WAITING
+    assert taken < 14 * 1024
+
+
 @pytest.mark.parametrize("taker", TAKERS)
 @pytest.mark.parametrize("staged", [RING + 1, 2**63, 2**64 - 1])
 def test_a_counter_that_cannot_be_is_broken(taker: str, staged: int) -> None:

@@ -162,13 +162,16 @@ void Taker::awake(std::uint8_t* memory) const {
   word<std::uint32_t>(memory, taker_sleeps_at).store(0, std::memory_order_relaxed);
 }
 
-Status Taker::wait_for_bytes(std::uint8_t* memory, std::uint64_t end, std::uint64_t idle_us,
-                             std::uint64_t& staged) const {
+Status Taker::wait_for_bytes(std::uint8_t* memory, std::uint64_t end, Share& share, std::uint64_t& staged) const {
   const auto are_there = [&] {
     staged = load(memory, staged_at, std::memory_order_acquire);
     return staged >= end;
   };
-  if (!spin(idle_us, are_there)) {
+  if (are_there()) return Status::done;
+  const Clock::time_point since = Clock::now();
+  const bool came = spin(std::min(share.idle_us, share.idle_us_left), are_there);
+  share.idle_us_left -= std::min(share.idle_us_left, elapsed_us(since));
+  if (!came) {
     auto sleeps = word<std::uint32_t>(memory, taker_sleeps_at);
     sleeps.store(1, std::memory_order_seq_cst);
     staged = word<std::uint64_t>(memory, staged_at).load(std::memory_order_seq_cst);
@@ -188,7 +191,7 @@ void Taker::advance(std::uint8_t* memory, std::uint64_t position) const {
 }
 
 Status Taker::take(std::uint8_t* memory, std::uint8_t* destination, std::uint64_t size, std::uint64_t label,
-                   std::uint64_t idle_us, std::uint64_t& bytes_left, Taken& taken) {
+                   Share& share, Taken& taken) {
   if (!begun_) {
     position_ = aligned(position_, alignment);
     payload_ = {.size = size};
@@ -200,21 +203,21 @@ Status Taker::take(std::uint8_t* memory, std::uint8_t* destination, std::uint64_
   std::uint64_t staged = 0;
   while (payload_.done < rounds_bytes) {
     const std::uint64_t here = position_ + payload_.done;
-    if (bytes_left < alignment) return Status::slice;
-    if (wait_for_bytes(memory, here + alignment, idle_us, staged) != Status::done) return Status::waiting;
+    if (share.bytes < alignment) return Status::slice;
+    if (wait_for_bytes(memory, here + alignment, share, staged) != Status::done) return Status::waiting;
     if (staged - here > ring_bytes_) return Status::broken;
-    std::uint64_t piece = std::min({piece_bytes, staged - here, bytes_left, until_end(here, ring_bytes_)});
+    std::uint64_t piece = std::min({piece_bytes, staged - here, share.bytes, until_end(here, ring_bytes_)});
     piece = std::min(piece, rounds_bytes - payload_.done) / alignment * alignment;
     if (destination != nullptr) {
       copy_rounds(kernel, Stores::streamed, payload_.lanes, destination + payload_.done,
                   at(memory, here, ring_bytes_), piece / xxh3::round_bytes);
     }
     payload_.done += piece;
-    bytes_left -= piece;
+    share.bytes -= piece;
     advance(memory, here + piece);
   }
   const std::uint64_t trailer = trailer_of(position_, size);
-  if (wait_for_bytes(memory, trailer + trailer_bytes, idle_us, staged) != Status::done) return Status::waiting;
+  if (wait_for_bytes(memory, trailer + trailer_bytes, share, staged) != Status::done) return Status::waiting;
   if (staged - (position_ + payload_.done) > ring_bytes_) return Status::broken;
   std::uint64_t mark = 0;
   std::memcpy(&taken.declared, at(memory, trailer, ring_bytes_), 8);

@@ -56,6 +56,13 @@ class Giver {
   Payload payload_{};
 };
 
+// What one call may take and wait. A giver that dribbles holds nobody up for longer than all its waits together.
+struct Share {
+  std::uint64_t bytes;
+  std::uint64_t idle_us;       // for the next bytes
+  std::uint64_t idle_us_left;  // in all
+};
+
 struct Taken {
   std::uint64_t seen = 0;      // the checksum of what stands in the destination; of a payload taken nowhere, the declared
   std::uint64_t declared = 0;  // what the giver says
@@ -65,17 +72,17 @@ class Taker {
  public:
   explicit Taker(std::uint64_t ring_bytes) : ring_bytes_(ring_bytes) {}
 
-  // Copies on into `destination` (null: nowhere), whose checksum is taken of what is stored. Waits up to `idle_us` for
-  // bytes, and takes no more than `bytes_left`, which it lessens.
+  // Copies on into `destination` (null: nowhere), whose checksum is taken of what is stored. Takes no more than there is
+  // room for in `share`, which it lessens.
   Status take(std::uint8_t* memory, std::uint8_t* destination, std::uint64_t size, std::uint64_t label,
-              std::uint64_t idle_us, std::uint64_t& bytes_left, Taken& taken);
+              Share& share, Taken& taken);
   bool is_between() const { return !begun_ || payload_.done == 0; }  // nothing has been stored of one
   void awake(std::uint8_t* memory) const;  // it sleeps no longer
   bool fits(std::uint64_t size) const { return !begun_ || payload_.size == size; }
   std::uint64_t ring_bytes() const { return ring_bytes_; }
 
  private:
-  Status wait_for_bytes(std::uint8_t* memory, std::uint64_t end, std::uint64_t idle_us, std::uint64_t& staged) const;
+  Status wait_for_bytes(std::uint8_t* memory, std::uint64_t end, Share& share, std::uint64_t& staged) const;
   void advance(std::uint8_t* memory, std::uint64_t position) const;
 
   std::uint64_t ring_bytes_;

@@ -15,6 +15,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr std::size_t wait_us_max = 1'000'000;
+constexpr std::uint64_t idles_max = 10;  // of one call, together
 constexpr std::size_t payloads_max = std::size_t{1} << 16;
 
 // One call at a time: what it works on is released from the interpreter's lock.
@@ -132,8 +133,9 @@ class RingTaker {
     }
     const std::vector<Place> to = places_of(places, target);
     const std::size_t name = integer_argument(label, "label", 0, PY_SSIZE_T_MAX);
-    std::uint64_t bytes_left = integer_argument(bytes_max, "bytes_max", ring::alignment, PY_SSIZE_T_MAX);
+    const std::uint64_t bytes = integer_argument(bytes_max, "bytes_max", ring::alignment, PY_SSIZE_T_MAX);
     const std::size_t idle = integer_argument(idle_us, "idle_us", 0, wait_us_max);
+    ring::Share share{bytes, idle, idles_max * idle};
     const Alone alone(busy_);
     if (!to.empty() && !taker_.fits(to.front().size)) {
       refuse_value("places", "the first is not of the payload that was begun");
@@ -147,7 +149,7 @@ class RingTaker {
       for (const Place& place : to) {
         std::uint8_t* destination = place.offset == ring::nowhere ? nullptr : target.writable() + place.offset;
         ring::Taken taken;
-        status = taker_.take(memory.writable(), destination, place.size, name, idle, bytes_left, taken);
+        status = taker_.take(memory.writable(), destination, place.size, name, share, taken);
         if (status != ring::Status::done) break;
         words.push_back(taken.seen);
         words.push_back(taken.declared);

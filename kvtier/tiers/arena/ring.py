@@ -88,6 +88,8 @@ class Taker(Protocol):
     ) -> tuple[bytes, int]:
         """Take payloads to (offset, size) pairs of the slots, or nowhere: `directory.NOWHERE`.
 
+        Waits `idle_us` for the next bytes, ten times that in all.
+
         For each that is whole now its checksum as it stands in the slot (of one that went nowhere:
         as declared) and the one that the giver declares, as packed u64, and a `RingStatus`.
         """
