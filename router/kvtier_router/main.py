@@ -43,6 +43,7 @@ from kvtier_router.front.prompts import NamedTexts, PromptReader
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.quota import QuotaDesk
 from kvtier_router.front.relay import Relay, RelayParts, RelayPolicy
+from kvtier_router.front.silence import Silence
 from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.tenants import TenantBook
 from kvtier_router.gossip import (
@@ -165,6 +166,9 @@ async def serve(
         await server.listen(bound, None if tls is None else tls.context)
         chores = [brain.tick, queue.pump, upstream.sweep, server.sweep, admin.sweep, access.flush]
         chores.append(dashboard.tick)
+        silence = Silence(upstream, partial(_hidden, brain), config.upstream.silence, clock)
+        stack.push_async_callback(silence.close)
+        chores.append(silence.watch)
         if tls is not None:
             chores.append(tls.follow)
         if place.gossip is not None:
@@ -333,6 +337,11 @@ def _secret(config: RouterConfig, place: Place) -> bytes:
     if place.gossip is not None:
         return place.gossip.secret
     return config.tenants.secret() or b"nobody listens"
+
+
+def _hidden(brain: RoutingBrain) -> list[str]:
+    """Addresses of workers that the index has stopped hearing."""
+    return [report.address for report in brain.workers() if report.state == "hidden"]
 
 
 def _follow(brain: RoutingBrain, worker: WorkerName, drains: bool) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from http.client import HTTPConnection
+from itertools import count
 
 import pytest
 
@@ -95,8 +96,8 @@ def test_prompts_at_the_edges_of_the_context(fleet: WholeFleet) -> None:
         refused = fleet.ask("alice", empty, 1)
         assert refused.status == 400
         assert refused.answer.json["error"]["param"] == "prompt"
-    for count in (CONTEXT_TOKENS, CONTEXT_TOKENS + 1):
-        refused = fleet.ask("alice", [*prompt, 7][:count], 1)
+    for length in (CONTEXT_TOKENS, CONTEXT_TOKENS + 1):
+        refused = fleet.ask("alice", [*prompt, 7][:length], 1)
         assert refused.status == 400
         assert refused.answer.json["error"]["code"] == "context_length_exceeded"
     fits = fleet.ask("alice", prompt[:-1], 1)
@@ -244,6 +245,37 @@ def test_a_trace_of_the_client_is_joined_and_exported(
     assert collector.resources["service.name"] == "router"
 
 
+def test_requests_at_a_worker_that_stands_still_are_answered_by_another(
+    fleet: WholeFleet,
+) -> None:
+    prompt = prompt_of(10, 600)
+    expected = EXPECTED.text(prompt, 1)
+    told: list[list[str]] = []
+    lost = "kvtier_router_upstream_losses_total"
+    before = fleet.metric(lost)
+
+    def ask(number: int) -> None:
+        told.append(fleet.ask("alice", prompt, 1, cache_salt=f"frozen-{number}").texts)
+
+    fleet.workers["w0"].freeze()
+    try:
+        asking = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        for one in asking:
+            one.start()
+        for one in asking:
+            one.join(60)
+        assert told == [[expected]] * 12
+        assert fleet.metric(lost) > before  # some of them did wait at the frozen one
+    finally:
+        fleet.workers["w0"].thaw()
+    seeds = count(500)
+
+    def takes_part_again() -> bool:
+        return "w0" in fleet.ask("alice", prompt_of(next(seeds), 40), 1).worker
+
+    eventually(takes_part_again, 40, "the worker that stood still takes part again")
+
+
 def test_a_worker_that_dies_before_its_first_byte_is_replaced(fleet: WholeFleet) -> None:
     prompt = prompt_of(9, 1200)
     expected = EXPECTED.text(prompt, 1)
@@ -256,12 +288,11 @@ def test_a_worker_that_dies_before_its_first_byte_is_replaced(fleet: WholeFleet)
     for one in asking:
         one.start()
 
-    def waiting() -> bool:
+    def busy() -> list[str]:
         rows = call(fleet.admin_port, "GET", "/fleet").json["workers"]
-        return any(row["worker"] == "w0" and row["requests_in_flight"] > 1 for row in rows)
+        return [row["worker"] for row in rows if row["requests_in_flight"] > 1]
 
-    eventually(waiting, 20, "requests are at the worker")
-    fleet.workers["w0"].kill()
+    fleet.workers[eventually(busy, 20, "requests are at a worker")[0]].kill()
     for one in asking:
         one.join(60)
     assert told == [[expected]] * 16

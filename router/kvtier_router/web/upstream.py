@@ -139,6 +139,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.uses = 0
         self.deadline = 0.0
         self.idle_since = 0.0
+        self.heard_at = 0.0
+        """When the worker said something last, or was asked; inf while the client is too slow."""
 
     def send(self, request: bytes, sink: Sink) -> None:
         """Begin an exchange. The connection must be idle and open."""
@@ -149,7 +151,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._until_eof = False
         self._head_bytes = 0
         self.uses += 1
-        self.deadline = self._upstream.clock() + self._upstream.limits.first_byte_ms_max / 1e3
+        self.heard_at = self._upstream.clock()
+        self.deadline = self.heard_at + self._upstream.limits.first_byte_ms_max / 1e3
         self._upstream.busy.add(self)
         self._transport.write(request)
 
@@ -163,7 +166,7 @@ class UpstreamConnection(asyncio.Protocol):
             return
         if paused:
             self._transport.pause_reading()
-            self.deadline = inf
+            self.deadline = self.heard_at = inf
         else:
             self._transport.resume_reading()
             self._extend()
@@ -182,7 +185,12 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.abort()
 
     def check(self, now: float) -> None:
-        if now > self.deadline and self._sink is not None:
+        if now > self.deadline:
+            self.lose()
+
+    def lose(self) -> None:
+        """Give up an exchange that takes too long; its sink is told."""
+        if self._sink is not None:
             self._lose(Loss.TIMEOUT)
 
     # The transport's callbacks
@@ -253,7 +261,8 @@ class UpstreamConnection(asyncio.Protocol):
     # Inside
 
     def _extend(self) -> None:
-        self.deadline = self._upstream.clock() + self._upstream.limits.silence_ms_max / 1e3
+        self.heard_at = self._upstream.clock()
+        self.deadline = self.heard_at + self._upstream.limits.silence_ms_max / 1e3
 
     def _complete(self) -> None:
         sink, self._sink = self._sink, None
@@ -337,6 +346,16 @@ class Upstream:
             idle.remove(connection)
             if not idle:
                 del self._idle[connection.origin]
+
+    def lose_silent(self, origin: Origin, before: float) -> int:
+        """Give up exchanges that have heard nothing since `before`, and resting connections too;
+        how many exchanges there were."""
+        silent = [one for one in self.busy if one.origin == origin and one.heard_at < before]
+        for connection in silent:
+            connection.lose()
+        for connection in tuple(self._idle.get(origin, ())):
+            connection.abort()
+        return len(silent)
 
     def sweep(self) -> None:
         """End exchanges past their deadline and connections idle for too long."""
