@@ -5,7 +5,6 @@ What must not live here: decisions, HTTP handlers.
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from kvtier.core.admission import AdmissionPolicy, ClassPolicy
 from kvtier.core.health import RetryBudget
 from kvtier.core.workers import WorkerName
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.garbage import settle
 from kvtier.sections import Reach, parse_address
 from kvtier.security.clock import SYSTEM
 from kvtier.telemetry.logs import EventLog
@@ -62,9 +62,6 @@ from kvtier_router.web.tls import ServerTls
 from kvtier_router.web.upstream import Upstream
 
 LOG: Final = EventLog("kvtier_router")
-_GARBAGE_THRESHOLDS: Final = (20_000, 20, 20)
-"""Of Python's collector. A request makes hundreds of objects that are in no cycle; what stays from
-the start (tokenizers, modules) is frozen: looking everywhere would hold up every stream."""
 TICK_S: Final = 0.1
 
 BrainMaker = Callable[[RouterConfig, int], contextlib.AbstractAsyncContextManager[Brain]]
@@ -383,9 +380,7 @@ async def run(
     if parent is not None:
         loop.add_reader(parent, stop.set)
     async with serve(config, sys.stderr, make_brain, place):
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*_GARBAGE_THRESHOLDS)
+        settle()
         await stop.wait()
         if parent is not None:
             loop.remove_reader(parent)

@@ -130,16 +130,17 @@ async def fleet(processes: ProcessRunner, tmp_path: Path) -> Fleet:
 
 
 async def from_tier(client: Client, tier: str, salt: str) -> None:
-    """Ask until all of the prompt comes from a tier; every answer is right."""
+    """Ask until most of the prompt comes from a tier (where loading takes about as long as
+    computing, the worker computes the head meanwhile); every answer is right."""
 
     async def came() -> bool:
         for number in range(2):  # put other prompts in place of what L1 holds
             await client.answer(prompt_of(1000 + number, 600), 1)
         told = await client.answer(PROMPT, 6, cache_salt=salt)
         assert told.text == EXPECTED.text(PROMPT, 6)
-        return told.cached == {tier: HELD}
+        return told.cached.get(tier, 0) >= HELD // 2
 
-    await eventually_async(came, 60, f"all comes from {tier}")
+    await eventually_async(came, 60, f"most of it comes from {tier}")
 
 
 async def test_every_tier_and_every_restart_gives_the_answer_of_no_cache(fleet: Fleet) -> None:

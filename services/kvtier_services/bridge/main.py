@@ -17,6 +17,7 @@ from kvtier.config import describe, load
 from kvtier.core.encoding import Symbol, Value, digest
 from kvtier.core.model_card import ModelCard
 from kvtier.errors import BackendError
+from kvtier.garbage import settle
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier_services.bridge import metrics as table
@@ -113,5 +114,6 @@ def command(argv: list[str]) -> int:
     if loaded.print_only:
         sys.stdout.write(describe(loaded))
         return 0
+    settle()
     asyncio.run(run(loaded.config))
     return 0

@@ -23,6 +23,7 @@ from kvtier.config import describe, load
 from kvtier.core.membership import LeaseConfig
 from kvtier.core.prefix_index import NativePrefixIndex
 from kvtier.errors import UnavailableError
+from kvtier.garbage import settle
 from kvtier.security import AccessRole, Policy
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.metrics import Metrics
@@ -165,5 +166,6 @@ def command(argv: list[str]) -> int:
     if loaded.print_only:
         sys.stdout.write(describe(loaded))
         return 0
+    settle()
     asyncio.run(run(loaded.config))
     return 0

@@ -6,7 +6,6 @@ What must not live here: decisions and RPC handlers.
 import asyncio
 import contextlib
 import fcntl
-import gc
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from kvtier import security
 from kvtier.config import describe, load
 from kvtier.core.fleet import TierCapacity
 from kvtier.errors import BackendError, UnavailableError
+from kvtier.garbage import settle
 from kvtier.sections import ListenConfig
 from kvtier.security import AccessRole, Policy, SecureServer
 from kvtier.store import TieredStore, TierWatch, open_store
@@ -56,9 +56,6 @@ _ENGINES: Final = {AccessRole.WORKER, AccessRole.BRIDGE}
 _READERS: Final = _ENGINES | {AccessRole.STORE}
 _OPERATORS: Final = {AccessRole.OPERATOR}
 _SERVICE: Final = f"/{rpc.STORE.full_name}"
-_GARBAGE_THRESHOLDS: Final = (20_000, 20, 20)
-"""Of Python's collector. A batch of blocks makes hundreds of objects, which stay and are in no
-cycle: by default every third put would pay for looking for one, some for looking everywhere."""
 
 POLICY: Final = Policy.of(
     {
@@ -351,7 +348,6 @@ def command(argv: list[str]) -> int:
     if loaded.print_only:
         sys.stdout.write(describe(loaded))
         return 0
-    gc.freeze()
-    gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    settle()
     asyncio.run(run(loaded.config))
     return 0

@@ -16,6 +16,7 @@ from typing import Final, TextIO
 from kvtier import __version__
 from kvtier.client.store import StoreClientConfig
 from kvtier.config import describe, load
+from kvtier.garbage import settle
 from kvtier.publisher import Publisher
 from kvtier.security.tokens import TokenBook
 from kvtier.telemetry.logs import EventLog
@@ -66,11 +67,15 @@ class RunningWorker:
 
 @contextlib.asynccontextmanager
 async def serve(
-    config: WorkerConfig, log: TextIO, fenced: Callable[[], None] = lambda: None
+    config: WorkerConfig,
+    log: TextIO,
+    fenced: Callable[[], None] = lambda: None,
+    loaded: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningWorker]:
     """Serve while entered; then drain within `drain_ms_max`. Needs a running loop.
 
-    `fenced` is called, on any thread, when another process speaks for this worker.
+    `fenced` is called, on any thread, when another process speaks for this worker; `loaded` when
+    the model is there and nobody is served yet.
     """
     async with contextlib.AsyncExitStack() as stack:
         holder: list[WorkerEngine] = []
@@ -84,6 +89,7 @@ async def serve(
         LOG.info(
             "model loaded", model=model.card.model_id, blocks=model.machine.pool.blocks_counts[0]
         )
+        loaded()
         running = await _started(stack, Start(config, model, made, telemetry, fenced))
         holder.append(running.engine)
         LOG.info("serving", bind=config.listen.bind, port=running.port)
@@ -230,7 +236,7 @@ async def run(config: WorkerConfig) -> None:
     def fenced() -> None:
         loop.call_soon_threadsafe(stop.set)
 
-    async with serve(config, sys.stderr, fenced):
+    async with serve(config, sys.stderr, fenced, settle):
         await stop.wait()
         LOG.info("stopping")
 
