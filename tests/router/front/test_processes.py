@@ -139,7 +139,7 @@ def test_one_of_two_processes_is_killed_under_load_and_only_its_own_connections_
     assert router is not None
     parent = psutil.Process(router.pid)
     eventually(lambda: len(parent.children()) == 2, 10.0, "both run")
-    askers = [_Asker(rig.port) for _ in range(8)]
+    askers = [_Asker(rig.port) for _ in range(16)]  # all at one process: once in 2**15 runs
     for asker in askers:
         asker.start()
     eventually(lambda: all(len(asker.answers) > 5 for asker in askers), 20.0, "all are served")
@@ -150,7 +150,7 @@ def test_one_of_two_processes_is_killed_under_load_and_only_its_own_connections_
         lambda: (
             any(len(a.answers) > before[a] + 25 for a in askers) and len(parent.children()) == 2
         ),
-        20.0,
+        40.0,
         "the other goes on, and a new one runs",
     )
     assert other.pid in {child.pid for child in parent.children()}
@@ -159,4 +159,4 @@ def test_one_of_two_processes_is_killed_under_load_and_only_its_own_connections_
         asker.join(30)
     assert router.wait(20) == 0
     assert {status for asker in askers for status in asker.answers} == {200}
-    assert sum(len(asker.lost) > 0 for asker in askers) < 8
+    assert sum(len(asker.lost) > 0 for asker in askers) < 16
