@@ -283,7 +283,9 @@ class ProcessRunner:
 
     def __init__(self, test_name: str, directory: Path) -> None:
         self.directory = directory
-        self.log_directory = LOG_ROOT / _folder_name(test_name)
+        # A module's fixtures may live in two test processes at a time.
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+        self.log_directory = LOG_ROOT / worker / _folder_name(test_name)
         self._processes: dict[str, Process] = {}
 
     def __enter__(self) -> Self:

@@ -257,14 +257,15 @@ def test_requests_at_a_worker_that_stands_still_are_answered_by_another(
     def ask(number: int) -> None:
         told.append(fleet.ask("alice", prompt, 1, cache_salt=f"frozen-{number}").texts)
 
+    # With the next test's, fewer requests than may be tried again at once (20).
     fleet.workers["w0"].freeze()
     try:
-        asking = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+        asking = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
         for one in asking:
             one.start()
         for one in asking:
             one.join(60)
-        assert told == [[expected]] * 12
+        assert told == [[expected]] * 6
         assert fleet.metric(lost) > before  # some of them did wait at the frozen one
     finally:
         fleet.workers["w0"].thaw()
@@ -284,7 +285,7 @@ def test_a_worker_that_dies_before_its_first_byte_is_replaced(fleet: WholeFleet)
     def ask(number: int) -> None:
         told.append(fleet.ask("alice", prompt, 1, cache_salt=f"dying-{number}").texts)
 
-    asking = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    asking = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
     for one in asking:
         one.start()
 
@@ -295,4 +296,4 @@ def test_a_worker_that_dies_before_its_first_byte_is_replaced(fleet: WholeFleet)
     fleet.workers[eventually(busy, 20, "requests are at a worker")[0]].kill()
     for one in asking:
         one.join(60)
-    assert told == [[expected]] * 16
+    assert told == [[expected]] * 10
