@@ -15,6 +15,7 @@ from typing import Final
 
 _RESTART_S_MIN: Final = 1.0
 _LOOK_S: Final = 0.2
+_WAIT_S: Final = 0.05
 _FAILED: Final = 70
 _STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -101,8 +102,14 @@ class _Family:
 
     def _next_end(self) -> tuple[int, int, float]:
         """(number, status, seconds lived) of a process that ended; number -1: none of ours."""
+        pid, status = 0, 0
         try:
-            pid, status = os.waitpid(-1, 0)
+            # Looked for again and again: a signal that comes just before a wait without an end
+            # would not be acted upon before the wait's end.
+            while not pid:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if not pid:
+                    time.sleep(_WAIT_S)
         except ChildProcessError:
             self._pids.clear()
             return -1, 0, 0.0

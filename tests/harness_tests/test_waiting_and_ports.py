@@ -74,7 +74,8 @@ def test_a_leased_port_is_not_given_to_another_process() -> None:
 def test_a_port_that_another_listens_on_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        offers = iter([port, free_port() + 1])
+        after = free_port() + 1  # others may have taken some of those behind it
+        offers = iter([port, *range(after, after + 50)])
         monkeypatch.setattr("random.randint", lambda _low, _high: next(offers))
         assert free_port() != port
 
