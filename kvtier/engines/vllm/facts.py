@@ -177,6 +177,8 @@ def _refusal(vllm_config: Any, kv_cache_config: Any, version: str) -> Refusal | 
     if cache.prefix_caching_hash_algo != ALGORITHM:
         found = cache.prefix_caching_hash_algo
         return Refusal(f"block hash {found!r}: start with --prefix-caching-hash-algo {ALGORITHM}")
+    if getattr(cache, "calculate_kv_scales", False):
+        return Refusal("KV scales that an engine computes itself are not in any name of a block")
     if vllm_config.speculative_config is not None:
         return Refusal("speculative decoding: block hashes may cover tokens beyond the block")
     if parallel.pipeline_parallel_size != 1 or parallel.decode_context_parallel_size != 1:

@@ -113,6 +113,7 @@ def test_another_revision_or_model_or_adapter_separates_namespaces() -> None:
         ({"cache_config__enable_prefix_caching": False}, "prefix caching"),
         ({"cache_config__prefix_caching_hash_algo": "sha256"}, "sha256_cbor"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash_cbor"}, "sha256_cbor"),
+        ({"cache_config__calculate_kv_scales": True}, "scales"),
         ({"speculative_config": Fake()}, "speculative"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context"),
