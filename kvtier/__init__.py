@@ -7,4 +7,4 @@ from kvtier.errors import KvtierError
 
 __all__ = ["KvtierError", "__version__"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
