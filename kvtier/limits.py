@@ -268,6 +268,10 @@ ENGINE_HELD_BATCHES_MAX: Final = 1 << 16
 ENGINE_HELD_BYTES_MAX: Final = 256 << 20
 """The same."""
 
+# What a router asks of workers of whose load nobody tells
+LOAD_POLLS_MAX: Final = 16
+"""Pages that are read at once."""
+
 # What a router remembers for its dashboard
 HISTORY_REQUESTS_COUNT_MAX: Final = 10_000
 HISTORY_BASES_COUNT_MAX: Final = 1_000

@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvtier.config import Root, Secret
 from kvtier.errors import ConfigError
 from kvtier.sections import DialConfig, Reach, TelemetryConfig, TlsConfig, parse_address
+from kvtier_router.front.loads import LoadsConfig
 from kvtier_router.front.silence import SilenceConfig
 from kvtier_router.routing.values import Policy
 from kvtier_router.web.upstream import UpstreamLimits
@@ -93,6 +94,8 @@ class UpstreamConfig:
     """Times."""
     silence: SilenceConfig = field(default_factory=SilenceConfig)
     """When a worker that has stopped is given up."""
+    loads: LoadsConfig = field(default_factory=LoadsConfig)
+    """When workers of whose load nobody tells are asked."""
     bearer: Secret | None = None
     """Bearer token for workers without one of their own."""
     tokens_file: Path | None = None

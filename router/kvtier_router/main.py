@@ -39,6 +39,7 @@ from kvtier_router.front.admin import Admin, AdminParts
 from kvtier_router.front.app import Front, FrontParts, FrontPolicy
 from kvtier_router.front.credentials import Credentials
 from kvtier_router.front.history import History
+from kvtier_router.front.loads import LoadPoll
 from kvtier_router.front.prompts import NamedTexts, PromptReader
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.quota import QuotaDesk
@@ -114,7 +115,8 @@ async def serve(
         stack.push_async_callback(asyncio.to_thread, access.close)
         queue = RequestQueue(_admission(config), config.queue.wait_ms_max / 1e3, clock)
         stickiness = Stickiness()
-        relay = Relay(_relay_parts(config, made, upstream, stickiness, clock))
+        relay_parts = _relay_parts(config, made, upstream, stickiness, clock)
+        relay = Relay(relay_parts)
         prompts = PromptReader(NamedTexts(load_texts(config)))
         parts = FrontParts(
             brain=brain,
@@ -166,6 +168,10 @@ async def serve(
         silence = Silence(upstream, partial(_hidden, brain), config.upstream.silence, clock)
         stack.push_async_callback(silence.close)
         chores.append(silence.watch)
+        loads = LoadPoll(upstream, brain, relay_parts.credentials, config.upstream.loads, clock)
+        stack.push_async_callback(loads.close)
+        chores.append(loads.watch)
+        table.bind_loads(telemetry.metrics, loads)
         if tls is not None:
             chores.append(tls.follow)
         if place.gossip is not None:

@@ -6,6 +6,7 @@ from typing import Final
 
 from kvtier.telemetry.metrics import Label, MetricDef, MetricKind, Metrics
 from kvtier_router.front.calls import Api
+from kvtier_router.front.loads import Asked, LoadPoll
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.relay import Relay, Resumed, Retried
 from kvtier_router.routing.values import RoutingBrain
@@ -111,6 +112,12 @@ DEGRADED: Final = MetricDef(
 ELIGIBLE: Final = MetricDef(
     _GAUGE, "kvtier_router_eligible_workers", "Workers that take part in decisions.", (_MODEL,)
 )
+LOADS_ASKED: Final = MetricDef(
+    _COUNTER,
+    "kvtier_router_loads_asked_total",
+    "Questions to workers of whose load nobody tells, by outcome.",
+    (Label("outcome", tuple(outcome.value for outcome in Asked)),),
+)
 KEYS_RELOAD_ERRORS: Final = MetricDef(
     _COUNTER,
     "kvtier_router_keys_reload_errors_total",
@@ -144,6 +151,7 @@ DEFINITIONS: Final = (
     HIT_MISMATCH,
     DEGRADED,
     ELIGIBLE,
+    LOADS_ASKED,
     KEYS_RELOAD_ERRORS,
     ACCESS_DROPPED,
 )
@@ -202,6 +210,10 @@ def bind_brain(metrics: Metrics, brain: RoutingBrain) -> None:
     ):
         metrics.pull(definition, partial(read, field))
     metrics.pull(DEGRADED, lambda: [((r.name,), 1.0 if r.cause else 0.0) for r in brain.models()])
+
+
+def bind_loads(metrics: Metrics, loads: LoadPoll) -> None:
+    metrics.pull(LOADS_ASKED, lambda: [((k.value,), loads.asked[k]) for k in Asked])
 
 
 def bind_keys(metrics: Metrics, errors: Callable[[], int]) -> None:

@@ -31,22 +31,22 @@ sglang:token_usage{model_name="m"} 1.7
 
 
 def test_vllm_tells_each_ranks_load_and_how_many_blocks_it_has() -> None:
-    first, second = loads_of(VLLM, EngineSection(ranks=2))
+    first, second = loads_of(VLLM.encode(), EngineSection(ranks=2))
     assert first == Load(running_requests=3, waiting_requests=2, free_blocks=74, total_blocks=100)
     assert second == Load(running_requests=1, free_blocks=100, total_blocks=100)
-    (configured,) = loads_of(VLLM, EngineSection(blocks=1000))
+    (configured,) = loads_of(VLLM.encode(), EngineSection(blocks=1000))
     assert (configured.total_blocks, configured.free_blocks) == (1000, 745)
 
 
 def test_sglang_tells_it_in_other_words_and_usage_has_a_ceiling() -> None:
-    (load,) = loads_of(SGLANG, EngineSection(kind=Dialect.SGLANG, blocks=10))
+    (load,) = loads_of(SGLANG.encode(), EngineSection(kind=Dialect.SGLANG, blocks=10))
     assert load == Load(running_requests=4, waiting_requests=5, free_blocks=0, total_blocks=10)
 
 
 def test_a_page_without_it_says_nothing() -> None:
-    assert loads_of("", EngineSection()) == []
-    assert loads_of(SGLANG, EngineSection()) == []
-    assert loads_of(VLLM, EngineSection(kind=Dialect.TRTLLM)) == []
+    assert loads_of(b"", EngineSection()) == []
+    assert loads_of(SGLANG.encode(), EngineSection()) == []
+    assert loads_of(VLLM.encode(), EngineSection(kind=Dialect.TRTLLM)) == []
 
 
 LINES = st.lists(
@@ -61,7 +61,7 @@ LINES = st.lists(
 
 @given(lines=LINES)
 def test_any_page_is_a_load_within_bounds_or_none(lines: list[str]) -> None:
-    for load in loads_of("\n".join(lines), EngineSection(blocks=10)):
+    for load in loads_of("\n".join(lines).encode(), EngineSection(blocks=10)):
         assert 0 <= load.running_requests <= 2**31
         assert 0 <= load.free_blocks <= load.total_blocks
 

@@ -50,6 +50,8 @@ from kvtier_router.web.upstream import Loss, Upstream, UpstreamError, request_by
 from kvtier_router.web.values import Reply
 
 _TOKENS_PATH: Final = "/v1/completions"
+_RANK: Final = "x-data-parallel-rank"
+"""How vLLM (0.18 and later) and SGLang (0.5.10 and later) are told a rank."""
 
 
 class Retried(StrEnum):
@@ -310,6 +312,8 @@ class Relay:
             headers.append(("traceparent", job.traceparent))
         if job.explained:
             headers.append(EXPLAIN)
+        if target.rank is not None:
+            headers.append((_RANK, str(target.rank)))
         resumed = wanted.resumption
         if resumed is not None:
             fields = {"model": target.model, **resumed.body}
@@ -374,7 +378,7 @@ class Relay:
         Raises the error to answer with where the client has seen nothing.
         """
         assert job.decision is not None
-        job.excluded.add(job.decision.worker)
+        self._exclude(job, job.decision, broken.error)
         if not job.exchange.started:
             if self._may_try(job):
                 return wanted
@@ -404,6 +408,15 @@ class Relay:
         tokens = np.array(resumed.tokens, dtype=np.uint32)
         prompt = PromptTokens(tokens, PromptKind.TOKENS, job.prompt.model)
         return _Try(replace(wanted.call, api=Api.COMPLETIONS), prompt, resumed)
+
+    def _exclude(self, job: Job, decision: RouteDecision, error: UpstreamError) -> None:
+        """Who failed is not asked again, nor are the other ranks behind an address that does not
+        answer."""
+        job.excluded.add(decision.worker)
+        target = decision.target
+        if target.rank is not None and error.loss is Loss.CONNECT:
+            reports = self._parts.brain.workers()
+            job.excluded |= {one.worker for one in reports if one.address == target.address}
 
     def _end_broken(self, job: Job, broken: Broken) -> None:
         """The client has a part of the answer and cannot get the rest."""

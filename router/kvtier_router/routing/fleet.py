@@ -6,6 +6,7 @@ not change from one request to the next. What must not live here: loads (roster.
 (standing.py), matching and choice (router.py).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -21,7 +22,7 @@ from kvtier.core.identity import AdapterRef, Pool
 from kvtier.core.model_card import Adapter, ModelCard
 from kvtier.core.row_scoring import NO_ROW, RowGroup, Rows, RowScorer
 from kvtier.core.scoring import Fleet
-from kvtier.core.workers import HolderView, WorkerName
+from kvtier.core.workers import HolderView, Load, WorkerName
 from kvtier.errors import NotFoundError
 from kvtier.replica import ReplicaLook
 from kvtier.types import HolderId, HolderKind, Role, Tier
@@ -33,6 +34,10 @@ ORPHAN_S = 10.0
 """A worker that a new index has not met yet stays for so long: its publisher is on its way."""
 STARTUP_S = 5.0
 """Who is met within so long of the first worker was there before this router."""
+RANKED_ENGINES = frozenset({"vllm", "sglang"})
+"""They take the rank of a request from the header `x-data-parallel-rank`."""
+OWN_ENGINE = "kvtier"
+"""Its publisher always tells of its load."""
 TABLES_COUNT_MAX = 4096
 """Names whose tables are remembered; beyond it all are made anew."""
 
@@ -84,6 +89,8 @@ class Table:
     scorer: RowScorer
     masks: dict[Role, tuple[int, Bools, bool]] = field(default_factory=dict)
     """By stage the roster's count of changes, the rows that were open then, whether any was."""
+    ranked: frozenset[WorkerName] = frozenset()
+    """Members that share their address with other ranks, of an engine that can be told which."""
     targets: dict[int, Target] = field(default_factory=dict)
     """By row, as far as they were needed."""
 
@@ -106,6 +113,7 @@ class Table:
                 adapter=group.adapter,
                 node=member.node,
                 store=member.store,
+                rank=member.name.dp_rank if member.name in self.ranked else None,
             )
         return known
 
@@ -186,6 +194,24 @@ class FleetView:
             if member is not None and member.view is None and name not in self._static:
                 self._leave(member, now)
 
+    def unreported(self) -> list[tuple[WorkerName, str]]:
+        """Workers of whose load nobody tells, with their addresses. O(workers)."""
+        return [
+            (member.name, member.address)
+            for member in self._present()
+            if member.engine != OWN_ENGINE and not member.reports_load
+        ]
+
+    def take_load(
+        self, worker: WorkerName, load: Load | None, look: ReplicaLook | None, now: float
+    ) -> None:
+        """Take in what a worker said itself when it was asked; None: nothing."""
+        member = self._roster.find(worker)
+        if member is None or (load is None and member.asked_load is None):
+            return
+        member.asked_load, member.asked_at = load, now
+        self._count_load(member, look)
+
     def forget(self, member: Member) -> None:
         """A request of a member that is gone has ended: it may have been the last."""
         if member.is_gone and self._roster.find(member.name) is member:
@@ -218,12 +244,16 @@ class FleetView:
         elif before.is_hidden != view.is_hidden:
             self._roster.refresh(member)
         self._by_holder[view.holder] = member
-        foreign = look.foreign_requests
-        known = int(foreign[view.holder]) if view.holder < len(foreign) else 0
-        self._roster.take_load(member, known, self._config.distrust_s)
+        self._count_load(member, look)
         if view.load.prefill_tokens_per_s:
             for listener in self._listeners:
                 listener.reported(member, view.load.prefill_tokens_per_s, now)
+
+    def _count_load(self, member: Member, look: ReplicaLook | None) -> None:
+        known, holder = 0, member.holder
+        if look is not None and holder is not None and holder < len(look.foreign_requests):
+            known = int(look.foreign_requests[holder])
+        self._roster.take_load(member, known, self._config.distrust_s)
 
     def _join(self, view: HolderView, card: ModelCard, gone: Member | None, now: float) -> Member:
         self._first_at = min(self._first_at, now)
@@ -254,7 +284,7 @@ class FleetView:
     def _describe(self, member: Member, info: HolderInfo, card: ModelCard) -> None:
         """Take over what its publisher says of a worker."""
         self._orphans.pop(member.name, None)
-        member.card, member.role = card, info.role
+        member.card, member.role, member.engine = card, info.role, info.engine
         member.address, member.node, member.store = info.addresses.http, info.node, info.store
         static = self._static.get(member.name)
         if not member.address and static is not None:
@@ -273,6 +303,7 @@ class FleetView:
             fresh = _member_of_static(static)
             member.view = None
             member.card, member.address, member.role = fresh.card, fresh.address, fresh.role
+            member.engine = fresh.engine
             member.node, member.store = fresh.node, fresh.store
             member.capacity_tokens = fresh.capacity_tokens
             self._roster.refresh(member)
@@ -396,6 +427,7 @@ def _table(rule: NameRule, members: Sequence[Member], config: RoutingConfig) -> 
         shares=_shares(rule),
         fleet=fleet,
         hashing=BoundedHash(seeds, config.hash_bound),
+        ranked=_ranked(members),
         scorer=RowScorer(
             Rows(
                 slots=slots.astype(np.uint32),
@@ -411,6 +443,15 @@ def _table(rule: NameRule, members: Sequence[Member], config: RoutingConfig) -> 
             ),
             config.weights,
         ),
+    )
+
+
+def _ranked(members: Sequence[Member]) -> frozenset[WorkerName]:
+    behind = Counter(member.address for member in members if member.engine in RANKED_ENGINES)
+    return frozenset(
+        member.name
+        for member in members
+        if member.engine in RANKED_ENGINES and behind[member.address] > 1
     )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvtier.core.model_card import ModelCard
 from kvtier.core.row_scoring import COLUMNS
-from kvtier.core.workers import HolderView, WorkerName
+from kvtier.core.workers import HolderView, Load, WorkerName
 from kvtier.errors import LimitError
 from kvtier.limits import HOLDERS_COUNT_MAX
 from kvtier.types import HolderId, Role, Trust
@@ -22,6 +22,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+NO_LOAD = Load()
 UNKNOWN_KV_BYTES = 128 << 10
 """KV bytes a token where a worker does not say: an 8B model with grouped-query attention."""
 
@@ -39,6 +40,11 @@ class Member:
     role: Role
     capacity_tokens: float
     kv_bytes_per_token: float
+    engine: str = ""
+    """As its publisher calls it; empty where nobody says."""
+    asked_load: Load | None = None
+    """What the worker itself said when it was asked, where nobody reports its load."""
+    asked_at: float = 0.0
     view: HolderView | None = None
     """As the index in use describes it; None for a worker that only the configuration names, or
     that the index in use has not met yet."""
@@ -49,6 +55,11 @@ class Member:
     @property
     def holder(self) -> HolderId | None:
         return None if self.view is None else self.view.holder
+
+    @property
+    def reports_load(self) -> bool:
+        """Whether its publisher tells of its load: one that does not says only zeros."""
+        return self.view is not None and self.view.load != NO_LOAD
 
     @property
     def is_hidden(self) -> bool:
@@ -152,22 +163,27 @@ class Roster:
         know yet how much of what waits is cached.
         """
         view, slot = member.view, member.slot
-        if view is None:
-            return
-        load = view.load
+        load, heard_at = NO_LOAD, 0.0
+        if member.reports_load and view is not None:
+            load, heard_at = view.load, view.heard_at
+        elif member.asked_load is not None:
+            load, heard_at = member.asked_load, member.asked_at
+        elif view is not None:
+            heard_at = view.heard_at
         known = self.own_requests[slot] - self.own_decoding[slot] + foreign_requests
         reported = max(load.waiting_requests, 1 if load.queued_prefill_tokens else 0)
         beyond = max(0.0, reported - known)
         each = load.queued_prefill_tokens / max(reported, 1) or self.mean_tokens
         self.queued_beyond[slot] = beyond * each
-        self.queued_at[slot] = view.heard_at
+        self.queued_at[slot] = heard_at
         running = load.running_requests + load.waiting_requests
         self.other_running[slot] = max(0.0, running - self.own_requests[slot])
         pinned = float(load.running_tokens)
         if load.total_blocks:
             pinned = float((load.total_blocks - load.free_blocks) * member.card.block_tokens)
         self.other_kv_tokens[slot] = max(0.0, pinned - self.own_kv_tokens[slot])
-        self.distrust_s[slot] = distrust_s if view.trust is Trust.DEGRADED else 0.0
+        is_doubted = view is not None and view.trust is Trust.DEGRADED
+        self.distrust_s[slot] = distrust_s if is_doubted else 0.0
 
     def see_tokens(self, tokens_count: int) -> None:
         """Take in what one request computes, for workers that count only requests."""

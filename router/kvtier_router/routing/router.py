@@ -21,7 +21,7 @@ from kvtier.core.identity import chain_root
 from kvtier.core.keys import prefix_hashes
 from kvtier.core.row_scoring import Counted, RowAsk, RowPick
 from kvtier.core.scoring import Ask
-from kvtier.core.workers import WorkerName
+from kvtier.core.workers import Load, WorkerName
 from kvtier.errors import KvtierError, NotFoundError, UnavailableError
 from kvtier.replica import ReplicaLook
 from kvtier.types import Role, Source, Trust
@@ -287,6 +287,15 @@ class Router:
     def undrain(self, worker: WorkerName) -> None:
         """See RoutingBrain."""
         self._set_draining(worker, False)
+
+    def unreported(self) -> Sequence[tuple[WorkerName, str]]:
+        """See RoutingBrain."""
+        self._look()
+        return self._fleet.unreported()
+
+    def take_load(self, worker: WorkerName, load: Load | None) -> None:
+        """See RoutingBrain."""
+        self._fleet.take_load(worker, load, self._look(), self._clock())
 
     def tick(self) -> None:
         """See RoutingBrain."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvtier.core.checks import require_integer, require_name, require_text
 from kvtier.core.identity import AdapterRef, Pool
-from kvtier.core.workers import OwnReservation, WorkerName
+from kvtier.core.workers import Load, OwnReservation, WorkerName
 from kvtier.errors import CallerError, LimitError
 from kvtier.limits import PROMPT_TOKENS_MAX
 from kvtier.types import Role, Source, TenantId
@@ -148,6 +148,8 @@ class Target:
     """Its machine; empty where unknown."""
     store: str
     """Instance of the store attached to it; empty: none."""
+    rank: int | None = None
+    """To be named in the request, where several ranks have this address; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +398,15 @@ class RoutingBrain(Protocol):
         ...
 
     def undrain(self, worker: WorkerName) -> None: ...
+
+    def unreported(self) -> Sequence[tuple[WorkerName, str]]:
+        """Workers of whose load nobody tells, with their addresses. O(workers)."""
+        ...
+
+    def take_load(self, worker: WorkerName, load: Load | None) -> None:
+        """What such a worker said itself when it was asked; None: nothing. Unknown workers are
+        ignored, and those whose publisher tells of their load go by that."""
+        ...
 
     def tick(self) -> None:
         """Let what has expired end; call it about ten times a second."""

@@ -7,11 +7,17 @@ stays zero: no engine tells how many tokens wait. What must not live here: how l
 import asyncio
 import http.client
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+from kvtier.core.engine_load import (
+    PAGE_BYTES_MAX,
+    SGLANG,
+    VLLM,
+    LoadNames,
+    RankLoad,
+    read_loads,
+)
 from kvtier.core.workers import Load
 from kvtier.engines.events import Dialect
 from kvtier.sections import parse_address
@@ -19,78 +25,30 @@ from kvtier.telemetry.logs import EventLog
 from kvtier_services.bridge.config import EngineSection
 
 LOG: Final = EventLog("kvtier_services.bridge")
-_PAGE_BYTES_MAX: Final = 8 << 20
 _ANSWER_S: Final = 2.0
-_COUNT_MAX: Final = 2**31
-_SAMPLE: Final = re.compile(r"([a-z_]+:[a-z_]+)(?:\{(.*)\})? (\S+)")
-_LABEL: Final = re.compile(r'([a-z_]+)="((?:[^"\\]|\\.)*)"')
+_NAMES: Final[Mapping[Dialect, LoadNames]] = {Dialect.VLLM: VLLM, Dialect.SGLANG: SGLANG}
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """How an engine calls what a load is made of; `usage` is a share of the KV pool."""
-
-    running: str
-    waiting: str
-    usage: str
-    rank: str
-
-
-_NAMES: Final[Mapping[Dialect, _Names]] = {
-    Dialect.VLLM: _Names(
-        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-        "engine",
-    ),
-    Dialect.SGLANG: _Names(
-        "sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "dp_rank"
-    ),
-}  # fmt: skip
-_BLOCKS: Final = ("vllm:cache_config_info", "num_gpu_blocks")
-"""Where vLLM says how many blocks a rank has."""
-
-
-def loads_of(page: str, engine: EngineSection) -> list[Load]:
+def loads_of(page: bytes, engine: EngineSection) -> list[Load]:
     """The load of each rank; an empty list where the page does not say it. Raises nothing."""
     names = _NAMES.get(engine.kind)
-    if names is None:
+    found = None if names is None else read_loads(page, names)
+    if found is None or not any(rank in found.ranks for rank in range(engine.ranks)):
         return []
-    found: dict[tuple[str, int], float] = {}
-    blocks = engine.blocks
-    for line in page.splitlines():
-        sample = _SAMPLE.fullmatch(line)
-        if sample is None:
-            continue
-        name, labels = sample[1], dict(_LABEL.findall(sample[2] or ""))
-        if name == _BLOCKS[0] and not engine.blocks:
-            blocks = _count(labels.get(_BLOCKS[1], ""))
-        elif name in {names.running, names.waiting, names.usage}:
-            key = name, _count(labels.get(names.rank, "0"))
-            found[key] = max(found.get(key, 0.0), _number(sample[3]))
-    if not any((names.running, rank) in found for rank in range(engine.ranks)):
-        return []
-    return [_load(names, found, rank, blocks) for rank in range(engine.ranks)]
+    blocks = engine.blocks or found.blocks
+    return [_load(found.ranks.get(rank, _IDLE), blocks) for rank in range(engine.ranks)]
 
 
-def _load(names: _Names, found: Mapping[tuple[str, int], float], rank: int, blocks: int) -> Load:
-    used = min(1.0, found.get((names.usage, rank), 0.0)) * blocks
+_IDLE: Final = RankLoad(0, 0, 0.0)
+
+
+def _load(rank: RankLoad, blocks: int) -> Load:
     return Load(
-        running_requests=int(found.get((names.running, rank), 0.0)),
-        waiting_requests=int(found.get((names.waiting, rank), 0.0)),
-        free_blocks=blocks - math.ceil(used),
+        running_requests=rank.running,
+        waiting_requests=rank.waiting,
+        free_blocks=blocks - math.ceil(rank.usage * blocks),
         total_blocks=blocks,
     )
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return min(max(value, 0.0), _COUNT_MAX) if math.isfinite(value) else 0.0
-
-
-def _count(text: str) -> int:
-    return min(int(text), _COUNT_MAX) if text.isascii() and text.isdigit() else 0
 
 
 class LoadReader:
@@ -122,7 +80,7 @@ class LoadReader:
         self._last = loads
 
 
-def _read(address: str) -> str:
+def _read(address: str) -> bytes:
     at = parse_address(address)
     connection = http.client.HTTPConnection(at.host, at.port, timeout=_ANSWER_S)
     try:
@@ -130,6 +88,6 @@ def _read(address: str) -> str:
         answer = connection.getresponse()
         if answer.status != http.HTTPStatus.OK:
             raise http.client.HTTPException(f"status {answer.status}")
-        return answer.read(_PAGE_BYTES_MAX).decode("utf-8", "replace")
+        return answer.read(PAGE_BYTES_MAX)
     finally:
         connection.close()

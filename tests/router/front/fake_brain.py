@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from kvtier.core.identity import Pool
-from kvtier.core.workers import WorkerName
+from kvtier.core.workers import Load, WorkerName
 from kvtier.errors import NotFoundError, UnavailableError
 from kvtier.types import InstanceId, Source
 from kvtier_router.brain import Brain
@@ -24,6 +24,8 @@ from kvtier_router.routing.values import (
     WorkerReport,
 )
 
+RANKED = "#"
+"""Stands before the rank in the name of a worker that shares its address with other ranks."""
 BUG = "bug"
 """A served name whose routing fails as no request should."""
 
@@ -105,7 +107,14 @@ class FakeBrain:
         worker = chosen[next(self._turn) % len(chosen)]
         return RouteDecision(
             target=Target(
-                worker, self.workers_by_name[worker][0], "mock", Pool("m", "r", 16), None, "", ""
+                worker,
+                self.workers_by_name[worker][0],
+                "mock",
+                Pool("m", "r", 16),
+                None,
+                "",
+                "",
+                worker.dp_rank if RANKED in worker.instance else None,
             ),
             policy=Policy.ROUND_ROBIN,
             knowledge=Knowledge.LOAD_ONLY,
@@ -161,6 +170,12 @@ class FakeBrain:
     def undrain(self, worker: WorkerName) -> None:
         self.drained.discard(worker)
 
+    def unreported(self) -> list[tuple[WorkerName, str]]:
+        return []
+
+    def take_load(self, worker: WorkerName, load: Load | None) -> None:
+        return None
+
     def tick(self) -> None:
         return None
 
@@ -171,5 +186,6 @@ async def fake_brain(config: RouterConfig, process: int) -> AsyncIterator[Brain]
     workers = {}
     for name, rest in pairs(config.static_workers, "static_workers"):
         address, _, models = rest.partition(" ")
-        workers[WorkerName(InstanceId(name))] = (address, tuple(models.split()))
+        _, _, rank = name.partition(RANKED)
+        workers[WorkerName(InstanceId(name), int(rank or 0))] = (address, tuple(models.split()))
     yield Brain(FakeBrain(workers))

@@ -14,6 +14,7 @@ from kvtier_router.config import HttpListenConfig, RouterConfig, check_listen
 from kvtier_router.front.credentials import parse_credentials
 from kvtier_router.front.quota import QuotaDesk, QuotaExceededError
 from kvtier_router.front.tenants import TenantBook, parse_tenants
+from tests.harness.ports import free_port
 from tests.harness.waiting import eventually
 from tests.router.front.rig import Rig
 
@@ -159,6 +160,30 @@ def test_each_worker_is_shown_its_own_credential(rig: Rig) -> None:
     assert shown == ["Bearer for-w0", "Bearer for-others"]
     assert rig.router is not None
     assert "for-w0" not in rig.router.log_text()
+
+
+def test_a_rank_is_named_in_the_engines_own_header_and_never_by_the_client(rig: Rig) -> None:
+    [worker] = rig.start_workers(1)
+    address = f"127.0.0.1:{worker.port}"
+    rig.start_router(*(f"--static-workers=v#{rank}={address} ranked" for rank in (0, 3)))
+    told = as_key("sk-client") | {"x-data-parallel-rank": "7"}
+    for _ in range(2):
+        body = BODY | {"model": "ranked"}
+        assert rig.call("POST", "/v1/completions", body, headers=told).status == 200
+    assert rig.call("POST", "/v1/completions", BODY, headers=told).status == 200
+    named = [one["headers"].get("x-data-parallel-rank") for one in worker.recorded()]
+    assert named == ["0", "3", None]
+
+
+def test_with_an_engine_gone_none_of_its_ranks_is_tried_again(rig: Rig) -> None:
+    rig.start_workers(1)
+    gone = free_port()
+    rig.start_router(*(f"--static-workers=v#{rank}=127.0.0.1:{gone} mock" for rank in (0, 1, 2)))
+    rig.call("POST", "/v1/completions", BODY)  # the first turn is the living worker's
+    for _ in range(3):
+        answer = rig.call("POST", "/v1/completions", BODY)
+        assert (answer.status, answer.headers["x-kvtier-worker"]) == (200, "w0")
+    assert rig.metric('kvtier_router_retries_total{outcome="granted"}') <= 3
 
 
 def test_off_loopback_it_refuses_to_start_without_tls_and_keys() -> None:

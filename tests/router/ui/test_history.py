@@ -12,7 +12,7 @@ from kvtier.limits import (
 from kvtier_router.front.calls import Api
 from kvtier_router.front.history import NAME_CHARS_MAX, History
 from kvtier_router.routing.values import Candidate
-from tests.router.routing.test_router import PROMPT, Bench, chain, name
+from tests.router.routing.bench import PROMPT, Bench, chain, name
 from tests.router.ui.jobs import Ended, EndedCall
 from tests.support.virtual_fleet import BLOCK_TOKENS, words
 

@@ -20,7 +20,7 @@ from kvtier_router.ui.dashboard import Dashboard, DashboardParts
 from kvtier_router.ui.feed import Gauges, Who
 from kvtier_router.ui.series import POINT_S
 from kvtier_router.ui.watching import NO_SIGHT
-from tests.router.routing.test_router import name
+from tests.router.routing.bench import name
 from tests.router.ui.jobs import Ended
 from tests.support.virtual_fleet import Clock
 

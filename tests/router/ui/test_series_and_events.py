@@ -17,7 +17,7 @@ from kvtier_router.routing.values import FailureKind
 from kvtier_router.ui.journal import Journal, Level
 from kvtier_router.ui.series import POINT_S, Series, quantiles
 from kvtier_router.ui.watching import IndexSight, Watcher
-from tests.router.routing.test_router import Bench, name
+from tests.router.routing.bench import Bench, name
 from tests.router.ui.jobs import Ended
 from tests.support.virtual_fleet import info_of, view_of
 
