@@ -81,7 +81,6 @@ def test_a_config_file_gives_the_shape_of_the_known_name(tmp_path: Path) -> None
 def test_the_worker_lays_out_as_many_bytes(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `worker` is not installed")
     from kvtier.engines.transformers.support import kv_geometry
-
     from kvtier.engines.transformers.tiny import tiny_config
 
     config = tiny_config()
