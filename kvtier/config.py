@@ -197,6 +197,11 @@ def load(
     return Loaded(config=config, origins=origins, print_only=print_only)
 
 
+def variables_with(added: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment and `added` for a child; what the operator has set stays."""
+    return {**added, **os.environ}
+
+
 def settings(config_class: type[Root]) -> tuple[Setting, ...]:
     """Every leaf of a configuration class, in order of declaration, with its names."""
     leaves = list(_leaves(_Section(config_class, (), False, None)))

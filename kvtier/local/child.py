@@ -13,12 +13,14 @@ import sys
 from typing import Final
 
 EXEC: Final = "--exec"
+GENTLE: Final = frozenset({"vllm"})
+"""Services that have processes of their own to end."""
 _PR_SET_PDEATHSIG: Final = 1
 _ORPHANED: Final = 71
 
 
-def bind_to(parent: int) -> None:
-    """Have the kernel kill this process as soon as the thread that started it ends.
+def bind_to(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process as soon as the thread that started it ends.
 
     It survives an exec. Ends this process where the parent is gone already. Linux only; elsewhere
     a killed supervisor leaves its services behind.
@@ -26,7 +28,7 @@ def bind_to(parent: int) -> None:
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
     if os.getppid() != parent:
         os._exit(_ORPHANED)
@@ -34,7 +36,7 @@ def bind_to(parent: int) -> None:
 
 def main(argv: list[str]) -> int:
     """See the module; returns the exit status of the service."""
-    bind_to(int(argv[0]))
+    bind_to(int(argv[0]), signal.SIGTERM if argv[1] in GENTLE else signal.SIGKILL)
     if argv[1] == EXEC:
         os.execv(argv[2], argv[2:])  # noqa: S606 (the supervisor chose the program)
     from kvtier.cli import main as run
