@@ -188,6 +188,16 @@ STORE_NAMESPACES_MAX: Final = 256
 STORE_DIGESTS_MAX: Final = 1 << 20
 """Blocks named by engine digests whose prefix hashes are remembered."""
 
+# Peers: stores of other nodes
+LOCATE_STORES_MAX: Final = 8
+"""Stores that are told of one block."""
+PEERS_COUNT_MAX: Final = 1024
+"""Other stores that one store knows at once; the ones not used longest are forgotten."""
+PEER_ABSENT_BLOCKS_MAX: Final = 1 << 16
+"""Blocks of which is remembered for a moment that no other store has them, or which has."""
+PEER_DROPS_MAX: Final = 1 << 16
+"""Drops that are remembered for a while, so that what was dropped does not come back at once."""
+
 # Worker: requests and the OpenAI endpoint
 HTTP_CONNECTIONS_MAX: Final = 1 << 16
 """Connections of one endpoint."""

@@ -35,7 +35,7 @@ from kvtier.core.eviction import PinToken, Retention
 from kvtier.core.frame import FrameHeader, FrameName
 from kvtier.errors import CallerError, FrameFault, LimitError
 from kvtier.limits import TIER_BATCH_BLOCKS_MAX
-from kvtier.types import BytesLike, Fingerprint, ScopeId, Tier
+from kvtier.types import BytesLike, Fingerprint, InstanceId, NodeId, ScopeId, Tier
 
 Clock: TypeAlias = Callable[[], float]
 """Seconds of `time.monotonic`, or of the clock of a test."""
@@ -320,6 +320,48 @@ class LocalTier(BlockTier, Protocol):
 
     def unpin(self, name: FrameName, token: PinToken) -> None:
         """Undo one `pin`. Harmless when the block is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPlace:
+    """The store of another node, and where it can be reached, as an index tells of it: a hint."""
+
+    instance: InstanceId
+    node: NodeId
+    grpc_address: str
+    bulk_address: str = ""
+    """Of its channel for bulk data; empty where it has none."""
+
+
+class PeerTransport(Protocol):
+    """Moves blocks between this process and the stores of other nodes.
+
+    Batches, buffers and concurrency as the module says; all blocks of a call are of one namespace,
+    kind, codec and length of key and payload. Raises UnavailableError where the peer cannot be
+    reached or is another store than the one that is meant, DeadlineError, OverloadedError,
+    BackendError for what no store says, UnauthenticatedError and ForbiddenError: then nothing is
+    known of any block.
+    """
+
+    async def get_many(
+        self, peer: PeerPlace, requests: Sequence[GetRequest], deadline_s: float
+    ) -> list[GetResult]:
+        """Read blocks from the tiers of the peer alone: it asks nobody else.
+
+        A HIT's frame header names the block that was asked for, and its checksum is that of the
+        bytes as they arrived.
+        """
+        ...
+
+    async def put_many(
+        self, peer: PeerPlace, requests: Sequence[PutRequest], deadline_s: float
+    ) -> list[PutResult]:
+        """Give blocks of one owner to the peer, as any writer does."""
+        ...
+
+    async def close(self) -> None:
+        """End all calls and connections. Idempotent."""
         ...
 
 

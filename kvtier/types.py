@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +39,18 @@ Seq = NewType("Seq", int)
 
 
 class Tier(IntEnum):
-    """Where a holder keeps a block; the order is the order of nearness."""
+    """Where a block can be had; the numbers travel."""
 
     GPU = 0
     DRAM = 1
     NVME = 2
     REDIS = 3
+    PEER = 4
+    """The stores of other nodes: a store reads them as a tier, and nobody holds anything in it."""
+
+
+HOLDER_TIERS: Final = (Tier.GPU, Tier.DRAM, Tier.NVME, Tier.REDIS)
+"""Where a holder keeps blocks, nearest first: the tiers of events, digests and the index."""
 
 
 class Source(IntEnum):

@@ -25,6 +25,7 @@ from kvtier.client.results import (
     Match,
     change_from,
     matches_from,
+    places_from,
     stats_from,
 )
 from kvtier.core.event_columns import Hashes, as_hashes
@@ -32,8 +33,10 @@ from kvtier.core.fleet import HolderInfo
 from kvtier.core.identity import Pool
 from kvtier.errors import BackendError, CallerError, KvtierError, LimitError
 from kvtier.limits import MATCH_BLOCKS_MAX, MATCH_QUERIES_MAX, PROMPT_TOKENS_MAX, TOKEN_ID_MAX
+from kvtier.ports import PeerPlace
 from kvtier.publisher import Publisher, PublisherConfig, PublisherListener
 from kvtier.sections import DialConfig
+from kvtier.types import Fingerprint
 from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
 from kvtier.wire.loop_thread import raise_if_cancelled
@@ -101,6 +104,14 @@ class IndexClient:
             adapter=prompt.adapter,
         )
         return await self._match(pb.MatchRequest(queries=[query]), None, deadline_s)
+
+    async def locate(
+        self, namespace: Fingerprint, hashes: Hashes, instance: str, deadline_s: float
+    ) -> tuple[tuple[PeerPlace, ...], ...]:
+        """Which other stores than `instance` hold each block, as a hint; for stores."""
+        request = pb.LocateRequest(namespace=namespace, hashes=_packed(hashes), instance=instance)
+        response = await self._ask("Locate", request, deadline_s)
+        return places_from(response, len(hashes))
 
     async def stats(self, *, deadline_s: float | None = None) -> IndexStats:
         """Counters and sizes of the index that answers. Operators only."""

@@ -3,6 +3,7 @@
 What must not live here: calls.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from kvtier.core.workers import HolderView, WorkerName
 from kvtier.errors import BackendError, CallerError
 from kvtier.limits import HOLDERS_COUNT_MAX
-from kvtier.types import InstanceId, Source, Tier, Trust
+from kvtier.ports import PeerPlace
+from kvtier.types import HOLDER_TIERS, InstanceId, NodeId, Source, Tier, Trust
 from kvtier.wire import convert, holders
 from kvtier.wire import messages as pb
 
@@ -209,11 +211,31 @@ def stats_from(response: pb.StatsResponse, now: float) -> IndexStats:
 
 
 def _holder_stats(message: pb.HolderStats, now: float) -> HolderStats:
-    if any(one.tier > max(Tier) for one in message.tiers):
+    if any(one.tier > max(HOLDER_TIERS) for one in message.tiers):
         raise BackendError("the index counted blocks in a tier that does not exist")
     return HolderStats(
         view=_view(message.holder, now),
         tiers=tuple(TierCount(Tier(one.tier), one.blocks, one.bytes) for one in message.tiers),
         events=MappingProxyType({one.name: one.count for one in message.events}),
         last_seq=message.last_seq,
+    )
+
+
+def places_from(
+    response: pb.LocateResponse, blocks_count: int
+) -> tuple[tuple[PeerPlace, ...], ...]:
+    """Stores per block. BackendError where the columns do not fit together."""
+    stores = [
+        PeerPlace(InstanceId(ref.instance), NodeId(ref.node), ref.grpc_address, ref.bulk_address)
+        for ref in response.stores
+    ]
+    counts = response.counts
+    if len(counts) != blocks_count or len(response.holders) != 4 * sum(counts):
+        raise BackendError(f"columns of {len(counts)} blocks, {blocks_count} were asked for")
+    holders = np.frombuffer(response.holders, "<u4").tolist()
+    if holders and max(holders) >= len(stores):
+        raise BackendError("the index names a store that it does not tell of")
+    at = iter(holders)
+    return tuple(
+        tuple(stores[number] for number in itertools.islice(at, count)) for count in counts
     )

@@ -15,11 +15,12 @@ import grpc
 import grpc.aio
 
 from kvtier.core.checksum import checksum
-from kvtier.core.frame import FrameHeader
+from kvtier.core.frame import HEADER_BYTES, FrameHeader, parse_header
 from kvtier.errors import (
     BackendError,
     CallerError,
     DeadlineError,
+    FrameError,
     FrameFault,
     KvtierError,
     OverloadedError,
@@ -53,6 +54,8 @@ class _Arriving:
 
     requests: Sequence[GetRequest]
     results: list[GetResult | None]
+    is_framed: bool = False
+    """Whether each hit must come with its frame's header."""
     hits: list[tuple[int, FrameHeader, memoryview | None]] = field(default_factory=list)
     at: int = 0
     filled: int = 0
@@ -101,7 +104,7 @@ class StoreLink:
         self, requests: Sequence[GetRequest], head: pb.GetBlocksRequest, timeout_s: float
     ) -> list[GetResult]:
         """Read blocks as chunks, straight into the requests' memory, each checked when whole."""
-        arriving = _Arriving(requests, [None] * len(requests))
+        arriving = _Arriving(requests, [None] * len(requests), head.framed)
         with self._judged():
             call = rpc.call(self._dialer.channel(), rpc.STORE, "Get")(head, timeout=timeout_s)
             try:
@@ -194,6 +197,9 @@ def _take(arriving: _Arriving, message: pb.GetBlocksResponse) -> None:
     lengths = iter(blocks.u64s_from("lengths", message.lengths, hits))
     sums = iter(blocks.u64s_from("checksums", message.checksums, hits))
     writers = iter(blocks.u64s_from("writer_ids", message.writer_ids, hits))
+    frames = iter(
+        message.headers[i : i + HEADER_BYTES] for i in range(0, len(message.headers), HEADER_BYTES)
+    )
     if arriving.at + len(statuses) > len(arriving.requests):
         raise BackendError("the store answered for more blocks than were asked for")
     for status in statuses:
@@ -204,10 +210,24 @@ def _take(arriving: _Arriving, message: pb.GetBlocksResponse) -> None:
                 raise BackendError("the store says a length that cannot be")
             request = arriving.requests[position]
             header = FrameHeader(request.name, next(writers), length, next(sums))
-            arriving.hits.append((position, header, _target(arriving, position, header)))
+            target = _target(arriving, position, header)
+            if arriving.is_framed and not _is_of(header, next(frames, b"")):
+                target = None
+                arriving.results[position] = GetResult(
+                    GetStatus.CORRUPT, reason=FrameFault.HEADER_FIELD.value
+                )
+            arriving.hits.append((position, header, target))
         else:
             arriving.results[position] = GetResult(status)
     _fill(arriving, memoryview(message.data))
+
+
+def _is_of(header: FrameHeader, frame: bytes) -> bool:
+    """Whether a frame's header is whole, and of the block that was asked for with these bytes."""
+    try:
+        return parse_header(frame) == header
+    except FrameError:
+        return False
 
 
 def _target(arriving: _Arriving, position: int, header: FrameHeader) -> memoryview | None:

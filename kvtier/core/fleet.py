@@ -19,7 +19,14 @@ from kvtier.core.checks import require_digest, require_integer, require_name, re
 from kvtier.core.identity import AdapterRef, Pool, chain_root
 from kvtier.core.keys import prefix_hashes
 from kvtier.core.model_card import ModelCard
-from kvtier.core.prefix_index import TIERS_OF_KIND, HolderSpec, MatchResult, PrefixIndex
+from kvtier.core.prefix_index import (
+    TIERS_OF_KIND,
+    HolderSpec,
+    Located,
+    LocateTerms,
+    MatchResult,
+    PrefixIndex,
+)
 from kvtier.errors import CallerError, IdentityError, LimitError
 from kvtier.limits import HOLDERS_COUNT_MAX, SHARDS_COUNT_MAX
 from kvtier.types import (
@@ -301,6 +308,15 @@ class Fleet:
         if number is None:
             return self._index.match(hashes[:0])
         return self._index.match(hashes, pool=number)
+
+    def locate(
+        self, hashes: npt.NDArray[np.uint64], namespace: Fingerprint, terms: LocateTerms
+    ) -> Located:
+        """Which stores hold each block under a namespace; nobody, where no holder has said it."""
+        number = self._namespaces.find(namespace)
+        if number is None:
+            return Located(np.zeros(len(hashes), np.uint32), np.zeros(0, np.uint32))
+        return self._index.locate(hashes, number, terms)
 
     def match_tokens(
         self, served_name: str, tokens: Integers, scope_salt: str | None

@@ -25,11 +25,13 @@ from kvtier.core.prefix_index import (
     HolderSpec,
     HolderStats,
     IndexStats,
+    Located,
+    LocateTerms,
     Packed,
     Snapshot,
 )
 from kvtier.errors import CallerError, LimitError
-from kvtier.types import HolderId, HolderKind, Source, Tier
+from kvtier.types import HOLDER_TIERS, HolderId, HolderKind, Source, Tier
 
 U32_MOST = 2**32 - 2
 
@@ -142,7 +144,7 @@ class NaivePrefixIndex:
             message = read_batch_message(data)
             if message is None or message.seq != seq + run.messages:
                 break
-            if any(tier > max(Tier) for tier in message.columns.tiers):
+            if any(tier > max(HOLDER_TIERS) for tier in message.columns.tiers):
                 break
             try:
                 result = self.apply(holder, shard, message.columns)
@@ -220,6 +222,33 @@ class NaivePrefixIndex:
         self, queries: Sequence[Packed], pool: int = ANY_POOL
     ) -> Sequence[NaiveMatchResult]:
         return [self.match(query, pool) for query in queries]
+
+    def locate(self, hashes: Packed, namespace: int, terms: LocateTerms) -> Located:
+        query = _integers("hashes", hashes, 64)
+        _require_range("blocks", len(query), limits.MATCH_BLOCKS_MAX)
+        _require_range("namespace", namespace, U32_MOST)
+        _require_range("most", terms.stores_max, U32_MOST)
+        _integers("turn", [terms.turn], 64)
+        stores = [
+            (holder, state)
+            for holder, state in sorted(self._holders.items())
+            if state.spec.kind == HolderKind.STORE
+            and state.spec.namespaces == (namespace,)
+            and not state.hidden
+        ]
+        found = []
+        for block in query:
+            there = [
+                holder
+                for holder, state in stores
+                if state.has(Tier.DRAM, 0, block) or state.has(Tier.NVME, 0, block)
+            ]
+            first = terms.turn % len(there) if there else 0
+            found.append((there[first:] + there[:first])[: terms.stores_max])
+        return Located(
+            np.array([len(some) for some in found], np.uint32),
+            np.array([holder for some in found for holder in some], np.uint32),
+        )
 
     def snapshot(self, holder: HolderId, tier: Tier, shard: int) -> Snapshot:
         self._shard(holder, shard)

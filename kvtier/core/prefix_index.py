@@ -108,6 +108,25 @@ class Snapshot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LocateTerms:
+    """How many stores of each block to name, and at which one to begin: callers that take another
+    `turn` each time do not all go to the same store."""
+
+    stores_max: int
+    turn: int = 0
+
+
+class Located(NamedTuple):
+    """Which stores hold the blocks of a query, one after another.
+
+    counts: u32[blocks], how many are named of each block. holders: u32[sum(counts)].
+    """
+
+    counts: npt.NDArray[np.uint32]
+    holders: npt.NDArray[np.uint32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Digest:
     """count: copies held. xor: over the distinct hashes held; both 0 where nothing is."""
 
@@ -258,6 +277,10 @@ class PrefixIndex(Protocol):
         """One match a query; changes may come between two of them."""
         ...
 
+    def locate(self, hashes: Packed, namespace: int, terms: LocateTerms) -> Located:
+        """Which visible stores of a namespace hold each block, in any of their tiers. O(blocks)."""
+        ...
+
     def snapshot(self, holder: HolderId, tier: Tier, shard: int) -> Snapshot:
         """What is held now, predicted blocks excluded; mutates nothing. O(pages + blocks)."""
         ...
@@ -387,6 +410,13 @@ class NativePrefixIndex:
     def match_many(self, queries: Sequence[Packed], pool: int = ANY_POOL) -> Sequence[MatchResult]:
         with _caller_errors():
             return self._native.match_many(queries, pool)
+
+    def locate(self, hashes: Packed, namespace: int, terms: LocateTerms) -> Located:
+        try:
+            columns = self._native.locate(hashes, namespace, terms.stores_max, terms.turn)
+        except (ValueError, TypeError) as error:
+            raise CallerError(str(error)) from error
+        return Located(*columns)
 
     def snapshot(self, holder: HolderId, tier: Tier, shard: int) -> Snapshot:
         with _caller_errors():

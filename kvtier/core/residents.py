@@ -17,7 +17,7 @@ import numpy as np
 from kvtier import limits
 from kvtier.core.event_columns import EventBatch, EventKind, U64Array
 from kvtier.core.event_messages import Digest, TierDigest
-from kvtier.types import Tier
+from kvtier.types import HOLDER_TIERS, Tier
 
 
 class _TierBlocks:
@@ -114,7 +114,7 @@ class Residents:
     """The multiset over all tiers. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._tiers = tuple(_TierBlocks() for _ in Tier)
+        self._tiers = tuple(_TierBlocks() for _ in HOLDER_TIERS)
 
     def store(self, tier: Tier, parent: int, hashes: U64Array) -> None:
         """Add one copy of each block of a chain. O(n)."""
@@ -135,7 +135,7 @@ class Residents:
 
     def clear_all(self) -> None:
         """Forget everything."""
-        for tier in Tier:
+        for tier in HOLDER_TIERS:
             self.clear_tier(tier)
 
     @property
@@ -153,7 +153,7 @@ class Residents:
         What is held is copied before this returns, so that later changes do not show; the chunks
         are made one by one.
         """
-        pieces = [(tier, self._tiers[tier].pieces(chunk_blocks_max)) for tier in Tier]
+        pieces = [(tier, self._tiers[tier].pieces(chunk_blocks_max)) for tier in HOLDER_TIERS]
         return (
             _stores(tier, parents, hashes)
             for tier, of_tier in pieces

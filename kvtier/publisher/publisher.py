@@ -29,7 +29,7 @@ from kvtier.publisher.stats import PublisherStats
 from kvtier.publisher.stream import LOG, PublishStream
 from kvtier.sections import DialConfig
 from kvtier.security import Dialer
-from kvtier.types import Epoch, Seq, Tier, Trust
+from kvtier.types import HOLDER_TIERS, Epoch, Seq, Tier, Trust
 from kvtier.wire.loop_thread import LoopThread, end, spawn
 
 _NOTHING = np.empty(0, np.uint64)
@@ -298,10 +298,9 @@ class Publisher:
 
 
 def _tier(tier: int) -> Tier:
-    try:
-        return Tier(tier)
-    except ValueError as error:
-        raise CallerError(f"tier: {tier!r} is none") from error
+    if tier not in HOLDER_TIERS:
+        raise CallerError(f"tier: nobody holds blocks in {tier!r}")
+    return Tier(tier)
 
 
 def _new_epoch() -> Epoch:

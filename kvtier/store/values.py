@@ -93,7 +93,7 @@ class StoreTier:
     name are kept even where they are only below. None: the tier cannot say."""
 
 
-SHARED_TIERS: Final = frozenset({Tier.REDIS})
+SHARED_TIERS: Final = frozenset({Tier.PEER, Tier.REDIS})
 """Tiers that other nodes write too: what this store never put may be there, and what they hold is
 not announced as this store's."""
 

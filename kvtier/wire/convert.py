@@ -17,13 +17,22 @@ from kvtier.core.identity import Pool
 from kvtier.core.model_card import Adapter, ModelCard
 from kvtier.errors import CallerError, LimitError
 from kvtier.limits import BATCH_BLOCKS_MAX, BATCH_EVENTS_MAX, MATCH_BLOCKS_MAX, PROMPT_TOKENS_MAX
-from kvtier.types import Fingerprint, HolderKind, InstanceId, NodeId, Role, Tier, Trust
+from kvtier.types import (
+    HOLDER_TIERS,
+    Fingerprint,
+    HolderKind,
+    InstanceId,
+    NodeId,
+    Role,
+    Tier,
+    Trust,
+)
 from kvtier.wire import messages as pb
 
 _U32: Final[np.dtype[np.uint32]] = np.dtype("<u4")
 _U64: Final[np.dtype[np.uint64]] = np.dtype("<u8")
-TIERS_COUNT: Final = len(Tier)
-_TIERS: Final = bytes(Tier)
+TIERS_COUNT: Final = len(HOLDER_TIERS)
+_TIERS: Final = bytes(HOLDER_TIERS)
 _KINDS: Final = bytes(EventKind)
 _WITH_BLOCKS: Final = bytes([EventKind.STORE, EventKind.REMOVE])
 _UNPACK_U32: Final = tuple(struct.Struct(f"<{count}I").unpack for count in range(65))

@@ -3,9 +3,9 @@
 import pytest
 
 from kvtier.core.event_columns import EventKind
-from kvtier.core.prefix_index import HolderSpec
+from kvtier.core.prefix_index import HolderSpec, LocateTerms
 from kvtier.types import HolderId, HolderKind, Source, Tier
-from tests.support.index_pair import IndexPair, batch, shared, store, worker
+from tests.support.index_pair import IndexPair, batch, per_block, shared, store, worker
 
 CHAIN = [101, 102, 103, 104, 105, 106]
 GPU, DRAM, NVME, REDIS = Tier.GPU, Tier.DRAM, Tier.NVME, Tier.REDIS
@@ -319,3 +319,23 @@ def test_a_block_stored_many_times_is_counted_up_to_the_ceiling(pair: IndexPair)
     result = pair.both(lambda index: index.store(HolderId(0), GPU, 0, [5, 6]))
     assert result is not None
     assert (result.stored, result.refused) == (1, 1)
+
+
+def test_the_visible_stores_of_a_namespace_are_located_block_by_block() -> None:
+    pair = IndexPair()
+    for holder in range(3):
+        pair.add(holder, store(node=holder, namespace=5))
+    pair.add(3, store(node=3, namespace=6))
+    pair.add(4, worker(namespaces=(5,)))
+    pair.store((HolderId(0), DRAM, 0), [1, 2, 3])
+    pair.store((HolderId(1), NVME, 0), [2, 3])
+    pair.store((HolderId(1), DRAM, 0), [2])
+    pair.store((HolderId(2), DRAM, 0), [3])
+    pair.store((HolderId(3), DRAM, 0), [1, 4])
+    pair.store((HolderId(4), GPU, 0), [4])
+    pair.both(lambda index: index.hide(HolderId(2)))
+    found = pair.native.locate([1, 2, 3, 4], 5, LocateTerms(8))
+    assert [set(some) for some in per_block(found)] == [{0}, {0, 1}, {0, 1}, set()]
+    first = [per_block(pair.native.locate([2], 5, LocateTerms(1, turn)))[0] for turn in range(4)]
+    assert {tuple(one) for one in first} == {(0,), (1,)}
+    pair.locate([1, 2, 3, 4], 5, LocateTerms(1, 3))

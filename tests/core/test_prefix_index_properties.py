@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.core.event_columns import EventKind
-from kvtier.core.prefix_index import HolderSpec
-from kvtier.types import HolderId, HolderKind, Tier
+from kvtier.core.prefix_index import HolderSpec, LocateTerms
+from kvtier.types import HOLDER_TIERS, HolderId, HolderKind, Tier
 from tests.support.index_pair import Columns, Event, IndexPair, batch, rows
 
 HOLDERS = st.integers(0, 7)
@@ -52,7 +52,7 @@ specs = st.builds(
 )
 events = st.tuples(
     st.sampled_from([EventKind.STORE, EventKind.STORE, EventKind.STORE, *EventKind]),
-    st.sampled_from([Tier.GPU, Tier.GPU, *Tier]),
+    st.sampled_from([Tier.GPU, Tier.GPU, *HOLDER_TIERS]),
     st.sampled_from([0, 1, *CHAINS[0]]),
     pieces(),
 )
@@ -96,7 +96,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             lane = data.draw(st.sampled_from(self.pair.lanes()))
             self.pair.both(lambda index: index.remove(*lane, blocks))
 
-    @rule(holder=HOLDERS, tier=st.none() | st.sampled_from(Tier), shard=st.none() | st.just(0))
+    @rule(
+        holder=HOLDERS, tier=st.none() | st.sampled_from(HOLDER_TIERS), shard=st.none() | st.just(0)
+    )
     def clear(self, holder: int, tier: Tier | None, shard: int | None) -> None:
         self.pair.both(lambda index: index.clear(HolderId(holder), tier, shard))
 
@@ -124,6 +126,15 @@ class PrefixIndexMachine(RuleBasedStateMachine):
     @rule(blocks=st.sampled_from(CHAINS), pool=st.integers(-1, 1))
     def match(self, blocks: list[int], pool: int) -> None:
         self.pair.match(blocks, pool)
+
+    @rule(
+        blocks=st.sampled_from(CHAINS),
+        namespace=st.integers(-1, 2),
+        most=st.integers(0, 3),
+        turn=st.integers(0, 5),
+    )
+    def locate(self, blocks: list[int], namespace: int, most: int, turn: int) -> None:
+        self.pair.locate(blocks, namespace, LocateTerms(most, turn))
 
     @invariant()
     def both_hold_the_same(self) -> None:

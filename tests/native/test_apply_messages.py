@@ -12,7 +12,7 @@ from kvtier.core.event_columns import EventKind
 from kvtier.core.naive_index import NaivePrefixIndex
 from kvtier.core.prefix_index import AppliedRun, NativePrefixIndex, PrefixIndex
 from kvtier.errors import CallerError
-from kvtier.types import HolderId, Tier
+from kvtier.types import HOLDER_TIERS, HolderId, Tier
 from kvtier.wire import messages as pb
 from tests.native.test_any_input import values
 from tests.support.index_pair import Event, IndexPair, Lane, message, store, worker
@@ -22,7 +22,7 @@ STORE: Lane = (HolderId(1), Tier.DRAM, 0)
 ROOM = 1 << 40
 
 BLOCKS = st.lists(st.integers(1, 12), max_size=5)
-EVENTS = st.one_of(
+EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.tuples(
         st.sampled_from([EventKind.STORE, EventKind.REMOVE]),
         st.sampled_from([Tier.GPU, Tier.GPU, Tier.GPU, Tier.DRAM]),
@@ -31,7 +31,7 @@ EVENTS = st.one_of(
     ),
     st.tuples(
         st.sampled_from([EventKind.CLEAR_TIER, EventKind.CLEAR_ALL]),
-        st.sampled_from(Tier),
+        st.sampled_from(HOLDER_TIERS),
         st.just(0),
         st.just([]),
     ),

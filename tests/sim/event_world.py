@@ -45,7 +45,7 @@ from kvtier.core.events import (
 )
 from kvtier.core.membership import Forget, LeaseConfig, Leases, LeaseState, Renewal
 from kvtier.core.publication import Message, Publication, PublicationConfig
-from kvtier.types import Epoch, Seq, Tier, Trust
+from kvtier.types import HOLDER_TIERS, Epoch, Seq, Tier, Trust
 
 Carried = bytes | EventBatch
 """What a message brings to an index: encoded events, or a chunk's columns."""
@@ -128,8 +128,8 @@ def take(blocks: Blocks, tier: int, name: int) -> None:
 
 
 def digest_of(blocks: Blocks) -> Digest:
-    counts = [0] * len(Tier)
-    xors = [0] * len(Tier)
+    counts = [0] * len(HOLDER_TIERS)
+    xors = [0] * len(HOLDER_TIERS)
     for (tier, name), count in blocks.items():
         counts[tier] += count
         xors[tier] ^= name

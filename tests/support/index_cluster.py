@@ -21,7 +21,7 @@ import grpc.aio
 import numpy as np
 
 from kvtier.core.event_columns import EventKind
-from kvtier.types import Tier
+from kvtier.types import HOLDER_TIERS, Tier
 from kvtier.wire import convert, transport
 from kvtier.wire import messages as pb
 from tests.harness.netns import Node
@@ -288,7 +288,7 @@ def _gather(tiers: dict[Tier, list[U64]], message: pb.Batch) -> None:
     batch = convert.batch_from(message)
     assert (batch.kinds == EventKind.STORE).all()
     rows = np.repeat(batch.tiers, batch.lengths)
-    for tier in Tier:
+    for tier in HOLDER_TIERS:
         chosen = batch.hashes[rows == tier]
         if len(chosen):
             tiers.setdefault(tier, []).append(chosen)

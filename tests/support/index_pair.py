@@ -1,6 +1,7 @@
 """The native index and its oracle side by side: every change goes to both and must answer alike."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -15,6 +16,8 @@ from kvtier.core.prefix_index import (
     AppliedRun,
     EventColumns,
     HolderSpec,
+    Located,
+    LocateTerms,
     MatchResult,
     NativePrefixIndex,
     Packed,
@@ -81,6 +84,12 @@ def rows(result: MatchResult) -> Rows:
         int(number): (int(result.tokens[row]), runs_of(result, row))
         for row, number in enumerate(result.workers)
     }
+
+
+def per_block(located: Located) -> list[list[int]]:
+    """The stores of each block."""
+    at = iter(located.holders.tolist())
+    return [list(itertools.islice(at, count)) for count in located.counts.tolist()]
 
 
 @dataclasses.dataclass(slots=True)
@@ -152,6 +161,24 @@ class IndexPair:
         assert native.blocks_queried == naive.blocks_queried == len(query)
         assert native.blocks_found == naive.blocks_found
         return rows(native)
+
+    def locate(self, query: Sequence[int], namespace: int, terms: LocateTerms) -> None:
+        """Both name as many stores of each block, and only such as hold it."""
+        answers: list[list[list[int]]] = []
+        everybody = dataclasses.replace(terms, stores_max=1 << 16)
+        indexes: tuple[PrefixIndex, PrefixIndex] = (self.native, self.naive)
+        for index in indexes:
+            try:
+                some = per_block(index.locate(query, namespace, terms))
+                all_of = per_block(index.locate(query, namespace, everybody))
+            except CallerError:
+                answers.append([])
+                continue
+            assert all(set(a) <= set(b) for a, b in zip(some, all_of, strict=True))
+            assert all(len(set(a)) == len(a) for a in some)
+            sizes = [[len(one)] for one in some]
+            answers.append([*map(sorted, all_of), *sizes])
+        assert answers[0] == answers[1]
 
     def check(self) -> None:
         """Everything that can be told without a query agrees."""

@@ -24,7 +24,7 @@ import numpy as np
 from kvtier.core.event_messages import FenceReason
 from kvtier.publisher import Publisher, PublisherConfig
 from kvtier.sections import DialConfig, TlsConfig
-from kvtier.types import Tier
+from kvtier.types import HOLDER_TIERS, Tier
 from tests.support.corpus import U64, Corpus, worker
 
 CHAIN_BLOCKS_MAX = 64
@@ -39,7 +39,7 @@ class Holdings:
         self._corpus = corpus
         self._dice = random.Random(seed)
         self._lock = threading.Lock()
-        self._truth: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
+        self._truth: dict[Tier, Counter[int]] = {tier: Counter() for tier in HOLDER_TIERS}
         self.steps = 0
 
     def store(self, tier: Tier, hashes: U64, parent: int = 0) -> None:
@@ -53,7 +53,7 @@ class Holdings:
     def clear(self) -> None:
         with self._lock:
             self._publisher.clear()
-            self._truth = {tier: Counter() for tier in Tier}
+            self._truth = {tier: Counter() for tier in HOLDER_TIERS}
 
     def step(self) -> None:
         """Change something at random: grow a chain, drop its tail, or a block out of its middle."""

@@ -40,7 +40,7 @@ from kvtier.core.events import (
     StageChunk,
     Verdict,
 )
-from kvtier.types import Epoch, Seq, Tier
+from kvtier.types import HOLDER_TIERS, Epoch, Seq, Tier
 from kvtier.wire import convert, rpc, transport
 from kvtier.wire import messages as pb
 from kvtier.wire.loop_thread import LoopThread
@@ -49,7 +49,7 @@ Blocks = dict[Tier, Counter[int]]
 
 
 def empty() -> Blocks:
-    return {tier: Counter() for tier in Tier}
+    return {tier: Counter() for tier in HOLDER_TIERS}
 
 
 def apply(blocks: Blocks, batch: EventBatch) -> None:
@@ -147,7 +147,7 @@ class ScriptedIndex:
         with self._guard:
             held = self._held.get(instance)
             found = empty() if held is None else held.blocks
-            return {tier: Counter(found[tier]) for tier in Tier}
+            return {tier: Counter(found[tier]) for tier in HOLDER_TIERS}
 
     def counts(self, instance: str) -> dict[Verdict, int]:
         with self._guard:
@@ -284,7 +284,7 @@ class ScriptedIndex:
 
 def _digest(blocks: Blocks) -> tuple[TierDigest, ...]:
     digests = []
-    for tier in Tier:
+    for tier in HOLDER_TIERS:
         xor = 0
         for name in blocks[tier]:
             xor ^= name

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.core.planner import WritePolicy
+from kvtier.peers import PeerTier
 from kvtier.store import StoreTier, TierWatch
 from kvtier.tiers.faulty import Fail, Fault, FaultyTier, FlipBit, Full, Hang, Operation, Rule, Slow
 from kvtier.tiers.faulty import Truncate as Cut
@@ -101,8 +102,10 @@ async def two_nodes(
     shared = FaultyTier(memory, asyncio.get_running_loop().time)
     open_tiers = built.open_tiers
 
-    async def opened(config: StoreConfig, watch: TierWatch) -> built.BuiltTiers:
-        plain = await open_tiers(config, watch)
+    async def opened(
+        config: StoreConfig, watch: TierWatch, peers: PeerTier | None = None
+    ) -> built.BuiltTiers:
+        plain = await open_tiers(config, watch, peers)
         tiers = (*plain.tiers, StoreTier(shared))
         return built.BuiltTiers(plain.arena, tiers, None, None, None, None)
 

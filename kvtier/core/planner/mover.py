@@ -101,7 +101,7 @@ class Mover:
             return
         source = min(sources)
         for config in self._config.tiers:
-            if config.tier <= source or config.tier in record.tiers:
+            if _is_no_target(config.tier, source, record):
                 continue
             if config.write_policy not in policies:
                 continue
@@ -205,7 +205,7 @@ class Mover:
             return refusal
         first: Reason | None = None
         for config in self._config.tiers:
-            if config.tier <= source or config.tier in record.tiers:
+            if _is_no_target(config.tier, source, record):
                 continue
             refusal = self._refusal(record, config, actions, now)
             if refusal is None:
@@ -270,6 +270,11 @@ class Mover:
         if after is After.DROP:
             self._ledger.count_leaving(record, source, 1)
         actions.append(Demote(transfer.transfer_id, block.key, source, tier, target.deadline_s))
+
+
+def _is_no_target(tier: Tier, source: Tier, record: Record) -> bool:
+    """Whether nothing goes from `source` down to the tier: it is not below, or only read."""
+    return tier <= source or tier is Tier.PEER or tier in record.tiers
 
 
 _AFTER_WRITE = frozenset({WritePolicy.ON_SEAL, WritePolicy.ON_REUSE})

@@ -119,6 +119,10 @@ class ScopeQuota:
     bytes_max: int
 
 
+_NEARNESS = (Tier.DRAM, Tier.NVME, Tier.PEER, Tier.REDIS)
+"""In which order tiers are read. The stores of other nodes are only read."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
     """Tiers nearest first (DRAM must be there), quotas, and the planner's own ceilings."""
@@ -140,7 +144,7 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         order = [t.tier for t in self.tiers]
-        if order != sorted(set(order)) or Tier.DRAM not in order:
+        if order != sorted(set(order), key=_NEARNESS.index) or Tier.DRAM not in order:
             raise CallerError("tiers must be DRAM and then others, nearest first, each once")
         if not (0 < self.touch_half_life_s < inf and 0 < self.pin_ttl_s_max <= PIN_TTL_S_MAX):
             raise CallerError("touch_half_life_s and pin_ttl_s_max must be positive and bounded")

@@ -274,6 +274,34 @@ bool PrefixIndex::match(Hashes query, std::int64_t pool, MatchRows& rows, bool w
   return true;
 }
 
+void PrefixIndex::locate(Hashes query, std::int64_t name_space, std::int64_t most, std::uint64_t turn,
+                         std::vector<std::uint32_t>& counts, std::vector<std::uint32_t>& holders) const {
+  check_blocks(query.count, limits_.match_blocks_max);
+  const std::uint32_t space = check_range("namespace", name_space, U32_MOST);
+  const std::uint32_t ceiling = check_range("most", most, U32_MOST);
+  const std::shared_lock lock(gate_);
+  const Pages& pages = holdings_.pages();
+  counts.reserve(query.count);
+  for (std::size_t i = 0; i < query.count; ++i) {
+    const std::size_t first = holders.size();
+    const Position at = holdings_.table().find(query.data[i]);
+    if (at != NONE) {
+      const LaneList list = pages.lanes(page_of(at));
+      for (std::uint32_t step = 0; step < list.count && holders.size() - first < ceiling; ++step) {
+        const std::uint32_t here = static_cast<std::uint32_t>((turn + step) % list.count);
+        if ((list.masks[here] >> slot_of(at) & 1) == 0) continue;
+        const Role role = holders_.view(list.lanes[here]).role;
+        if (role != Role::DRAM && role != Role::NVME) continue;
+        const std::uint32_t holder = holders_.lane_at(list.lanes[here]).holder;
+        if (holders_[holder].spec.namespaces[0] != space) continue;
+        if (std::find(holders.begin() + static_cast<std::ptrdiff_t>(first), holders.end(), holder) == holders.end())
+          holders.push_back(holder);
+      }
+    }
+    counts.push_back(static_cast<std::uint32_t>(holders.size() - first));
+  }
+}
+
 std::unique_ptr<Matcher> PrefixIndex::borrow_matcher() const {
   {
     const std::lock_guard lock(matchers_lock_);

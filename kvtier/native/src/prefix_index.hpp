@@ -137,6 +137,11 @@ class PrefixIndex {
   bool is_brief(std::size_t blocks) const;
   bool match(Hashes query, std::int64_t pool, MatchRows& rows, bool wait) const;
 
+  // Which visible stores of a namespace hold each block, in whichever of their tiers: per block how many, and those
+  // holders one after another. No more than `most` of a block, beginning at another one for another `turn`.
+  void locate(Hashes query, std::int64_t name_space, std::int64_t most, std::uint64_t turn,
+              std::vector<std::uint32_t>& counts, std::vector<std::uint32_t>& holders) const;
+
   void snapshot(std::int64_t holder, std::int64_t tier, std::int64_t shard, std::vector<std::uint64_t>& hashes,
                 std::vector<std::uint32_t>& run_lengths) const;
   // Replaces what the lane holds, in pieces between which matches run.

@@ -117,6 +117,18 @@ nb::list match_many(const PrefixIndex& self, nb::sequence queries, std::int64_t 
   return results;
 }
 
+nb::tuple locate(const PrefixIndex& self, nb::handle hashes, std::int64_t name_space, std::int64_t most,
+                 std::uint64_t turn) {
+  const HashArray query(hashes, "hashes");
+  std::vector<std::uint32_t> counts;
+  std::vector<std::uint32_t> holders;
+  {
+    const nb::gil_scoped_release release;
+    self.locate(hashes_of(query), name_space, most, turn, counts, holders);
+  }
+  return nb::make_tuple(hand_over(std::move(counts)), hand_over(std::move(holders)));
+}
+
 nb::tuple snapshot(const PrefixIndex& self, std::int64_t holder, std::int64_t tier, std::int64_t shard) {
   std::vector<std::uint64_t> hashes;
   std::vector<std::uint32_t> run_lengths;
@@ -256,6 +268,7 @@ void bind_prefix_index(nb::module_& m) {
            nb::arg("shard") = nb::none(), Release())
       .def("match", &match, nb::arg("hashes"), nb::arg("pool") = index::ANY_POOL)
       .def("match_many", &match_many, nb::arg("queries"), nb::arg("pool") = index::ANY_POOL)
+      .def("locate", &locate, nb::arg("hashes"), nb::arg("namespace"), nb::arg("most"), nb::arg("turn"))
       .def("snapshot", &snapshot, nb::arg("holder"), nb::arg("tier"), nb::arg("shard"))
       .def("load", &load, nb::arg("holder"), nb::arg("tier"), nb::arg("shard"), nb::arg("hashes"),
            nb::arg("run_lengths"))

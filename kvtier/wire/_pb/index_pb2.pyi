@@ -179,6 +179,94 @@ class MatchResponse(_message.Message):
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
 
 @_typing.final
+class LocateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """32-byte fingerprint."""
+    hashes: _builtins.bytes
+    """u64 little-endian per block."""
+    instance: _builtins.str
+    """Who asks; its own copies are not told."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+        instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "instance", b"instance", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class StoreRef(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
+    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    BULK_ADDRESS_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    node: _builtins.str
+    zone: _builtins.str
+    grpc_address: _builtins.str
+    bulk_address: _builtins.str
+    """Of the channel for bulk data; empty where it has none."""
+    def __init__(
+        self,
+        *,
+        instance: _builtins.str = ...,
+        node: _builtins.str = ...,
+        zone: _builtins.str = ...,
+        grpc_address: _builtins.str = ...,
+        bulk_address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_address", b"bulk_address", "grpc_address", b"grpc_address", "instance", b"instance", "node", b"node", "zone", b"zone"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreRef: _TypeAlias = StoreRef  # noqa: Y015
+
+@_typing.final
+class LocateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORES_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    counts: _builtins.bytes
+    """u8 per block: how many stores are told of it, not all where there are many."""
+    holders: _builtins.bytes
+    """u32 little-endian, as many as the counts add up to: index into `stores`."""
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreRef]: ...
+    def __init__(
+        self,
+        *,
+        stores: _abc.Iterable[Global___StoreRef] | None = ...,
+        counts: _builtins.bytes = ...,
+        holders: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "holders", b"holders", "stores", b"stores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
+
+@_typing.final
 class RouterHello(_message.Message):
     """Introduces a router on its Reserve stream."""
 

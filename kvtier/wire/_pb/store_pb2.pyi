@@ -435,12 +435,20 @@ class GetBlocksRequest(_message.Message):
     SCOPE_FIELD_NUMBER: _builtins.int
     SKIP_SHARED_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
+    FRAMED_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     payload_bytes: _builtins.int
     """Length of each payload; 0: unknown, and then shared tiers are not asked."""
     deadline_ms: _builtins.int
     scope: _builtins.str
     skip_shared: _builtins.bool
     predicted: _builtins.bool
+    framed: _builtins.bool
+    """Each hit comes with its frame's header, which says what the bytes are of."""
+    store: _builtins.str
+    """Instance of the store that is meant: another one that stands at its address now answers
+    UNAVAILABLE. Empty: whoever it is.
+    """
     @_builtins.property
     def names(self) -> Global___BlockNames: ...
     def __init__(
@@ -452,10 +460,12 @@ class GetBlocksRequest(_message.Message):
         scope: _builtins.str = ...,
         skip_shared: _builtins.bool = ...,
         predicted: _builtins.bool = ...,
+        framed: _builtins.bool = ...,
+        store: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "names", b"names", "payload_bytes", b"payload_bytes", "predicted", b"predicted", "scope", b"scope", "skip_shared", b"skip_shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "framed", b"framed", "names", b"names", "payload_bytes", b"payload_bytes", "predicted", b"predicted", "scope", b"scope", "skip_shared", b"skip_shared", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +484,7 @@ class GetBlocksResponse(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     WRITER_IDS_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    HEADERS_FIELD_NUMBER: _builtins.int
     statuses: _builtins.bytes
     """u8: hit 0, miss 1, corrupt 2, timeout 3, error 4."""
     lengths: _builtins.bytes
@@ -481,6 +492,8 @@ class GetBlocksResponse(_message.Message):
     checksums: _builtins.bytes
     writer_ids: _builtins.bytes
     data: _builtins.bytes
+    headers: _builtins.bytes
+    """128 bytes per hit, where asked for."""
     def __init__(
         self,
         *,
@@ -489,10 +502,11 @@ class GetBlocksResponse(_message.Message):
         checksums: _builtins.bytes = ...,
         writer_ids: _builtins.bytes = ...,
         data: _builtins.bytes = ...,
+        headers: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "data", b"data", "lengths", b"lengths", "statuses", b"statuses", "writer_ids", b"writer_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "data", b"data", "headers", b"headers", "lengths", b"lengths", "statuses", b"statuses", "writer_ids", b"writer_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -509,6 +523,7 @@ class PutHead(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     RESERVATION_IDS_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     lengths: _builtins.bytes
     """u64 little-endian per block."""
     checksums: _builtins.bytes
@@ -520,6 +535,8 @@ class PutHead(_message.Message):
     those of the reservations and may be left out.
     """
     deadline_ms: _builtins.int
+    store: _builtins.str
+    """As in GetBlocksRequest."""
     @_builtins.property
     def names(self) -> Global___BlockNames: ...
     @_builtins.property
@@ -534,10 +551,11 @@ class PutHead(_message.Message):
         prefix_hashes: _builtins.bytes = ...,
         reservation_ids: _builtins.bytes = ...,
         deadline_ms: _builtins.int = ...,
+        store: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "deadline_ms", b"deadline_ms", "lengths", b"lengths", "names", b"names", "prefix_hashes", b"prefix_hashes", "reservation_ids", b"reservation_ids", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "deadline_ms", b"deadline_ms", "lengths", b"lengths", "names", b"names", "prefix_hashes", b"prefix_hashes", "reservation_ids", b"reservation_ids", "store", b"store", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvtier.core.prefix_index import TIERS_OF_KIND
 from kvtier.core.workers import HolderView, WorkerName
 from kvtier.replica import HolderCensus
-from kvtier.types import HolderKind, Tier, Trust
+from kvtier.types import HOLDER_TIERS, HolderKind, Trust
 from kvtier_router.routing.values import WorkerReport
 
 Json = dict[str, object]
@@ -174,7 +174,7 @@ def tiers(lines: Sequence[Line]) -> list[Json]:
     names = ("holders", "degraded", "blocks", "bytes", "blocks_max", "bytes_max")
     return [
         {"tier": word, **{name: sums[word][name] for name in names}}
-        for word in (tier.name.lower() for tier in Tier)
+        for word in (tier.name.lower() for tier in HOLDER_TIERS)
         if word in sums
     ]
 

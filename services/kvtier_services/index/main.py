@@ -44,6 +44,7 @@ POLICY: Final = Policy.of(
     {
         f"{_SERVICE}/Publish": _PUBLISHERS,
         f"{_SERVICE}/Match": _READERS | _PUBLISHERS,
+        f"{_SERVICE}/Locate": {AccessRole.STORE, AccessRole.OPERATOR},
         f"{_SERVICE}/Reserve": {AccessRole.ROUTER},
         f"{_SERVICE}/Release": {AccessRole.ROUTER, AccessRole.OPERATOR},
         f"{_SERVICE}/Snapshot": {AccessRole.ROUTER, AccessRole.INDEX, AccessRole.OPERATOR},

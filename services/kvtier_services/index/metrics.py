@@ -12,7 +12,7 @@ from kvtier.core.prefix_index import MatchResult
 from kvtier.core.reservations import ReserveVerdict
 from kvtier.security import Denial, Guard
 from kvtier.telemetry.metrics import Label, MetricDef, MetricKind, Metrics, Readings
-from kvtier.types import HolderKind, Tier, Trust
+from kvtier.types import HOLDER_TIERS, HolderKind, Trust
 from kvtier_services.index.broadcast import Broadcast
 from kvtier_services.index.state import IndexState
 
@@ -20,7 +20,7 @@ Clock = Callable[[], float]
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _SECONDS: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 1e-2, 5e-2, 0.25, 1.0)
-_TIER: Final = Label("tier", tuple(tier.name.lower() for tier in Tier))
+_TIER: Final = Label("tier", tuple(tier.name.lower() for tier in HOLDER_TIERS))
 _KIND: Final = Label("kind", tuple(kind.name.lower() for kind in HolderKind))
 _STATE: Final = Label("state", ("exact", "degraded", "hidden"))
 

@@ -21,6 +21,7 @@ from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
 from kvtier_services.index.broadcast import Broadcast, Follower, Watcher
 from kvtier_services.index.feed import Receiver
+from kvtier_services.index.locating import Locator
 from kvtier_services.index.matching import Answerer
 from kvtier_services.index.metrics import IndexMetrics
 from kvtier_services.index.publishing import Intake, PublishStream
@@ -58,6 +59,7 @@ class IndexService:
         self._publishing: set[PublishStream] = set()
         self._reserving: set[asyncio.Timeout] = set()
         self._stopping: UnavailableError | None = None
+        self._locator = Locator(state)
         self._answerer = Answerer(state, metrics, clock, broadcast.index_epoch)
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -66,6 +68,7 @@ class IndexService:
             {
                 "Publish": self.publish,
                 "Match": self.match,
+                "Locate": self.locate,
                 "Reserve": self.reserve,
                 "Release": self.release,
                 "Snapshot": self.snapshot,
@@ -101,6 +104,13 @@ class IndexService:
     async def match(self, request: pb.MatchRequest, context: Context) -> bytes:
         try:
             return self._answerer.answer(request)
+        except KvtierError as error:
+            await refuse(context, error)
+            raise
+
+    async def locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:
+        try:
+            return self._locator.answer(request)
         except KvtierError as error:
             await refuse(context, error)
             raise

@@ -41,7 +41,7 @@ from kvtier.core.prefix_index import TIERS_OF_KIND, PrefixIndex
 from kvtier.core.reservations import ReservationConfig
 from kvtier.core.workers import Load
 from kvtier.errors import CallerError, IdentityError, LimitError
-from kvtier.types import Epoch, HolderId, Tier, Trust
+from kvtier.types import HOLDER_TIERS, Epoch, HolderId, Tier, Trust
 from kvtier_services.index.replacing import SLICE_BLOCKS, Replacement
 from kvtier_services.index.router_work import ReservationChanges, RouterWork
 
@@ -513,7 +513,7 @@ class IndexState:
             TierDigest(*astuple(self._index.digest(stream[0], tier, stream[1])))
             if tier in own
             else TierDigest(0, 0)
-            for tier in Tier
+            for tier in HOLDER_TIERS
         )
 
     def _renew(self, stream: Stream, now: float) -> None:

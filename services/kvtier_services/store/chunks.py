@@ -6,6 +6,7 @@ chunks are refused. What must not live here: gRPC, the store.
 
 from collections.abc import Iterator, Sequence
 
+from kvtier.core.frame import encode_header
 from kvtier.errors import CallerError
 from kvtier.limits import STORE_CHUNK_BYTES_MAX, STORE_CHUNK_BYTES_MIN
 from kvtier.ports import GetResult
@@ -49,7 +50,7 @@ class Gatherer:
         return filled + taken
 
 
-def cut(results: Sequence[GetResult]) -> Iterator[pb.GetBlocksResponse]:
+def cut(results: Sequence[GetResult], *, framed: bool = False) -> Iterator[pb.GetBlocksResponse]:
     """The messages that say what became of some blocks, with their payloads."""
     hits = [result for result in results if result.is_hit]
     headers = [result.header for result in hits if result.header is not None]
@@ -58,6 +59,7 @@ def cut(results: Sequence[GetResult]) -> Iterator[pb.GetBlocksResponse]:
         lengths=blocks.u64s(header.payload_bytes for header in headers),
         checksums=blocks.u64s(header.payload_checksum for header in headers),
         writer_ids=blocks.u64s(header.writer_id for header in headers),
+        headers=b"".join(map(encode_header, headers)) if framed else b"",
     )
     pending: list[memoryview] = []
     pending_bytes = 0

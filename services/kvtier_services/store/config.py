@@ -1,14 +1,14 @@
 """Settings of a node's store."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 from kvtier.config import Root, Secret
 from kvtier.core.planner import ScopeQuota, WritePolicy
 from kvtier.errors import ConfigError
-from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig
+from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig, TlsConfig
 from kvtier.types import ScopeId, Tier
 
 _QUOTA = re.compile(r"(dram|nvme):([0-9]+):(.+)", re.DOTALL)
@@ -114,8 +114,42 @@ class RedisSection:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersSection:
+    """The stores of other nodes, which are read where an index says that they have a block."""
+
+    enabled: bool = True
+    """Off: only what this node and a Redis have. Needs `index.targets`."""
+    tls: TlsConfig | None = None
+    """To call them with. Not set, no token_file and not insecure: as the index is called."""
+    token_file: Path | None = None
+    """See tls."""
+    insecure: bool = False
+    """Call other machines without TLS."""
+    deadline_ms: int = 1_000
+    """Of one read from them all."""
+    ask_ms: int = 250
+    """How long the index may take to say who has what."""
+    bytes_max: int = 256 << 20
+    """Payload on its way from all of them ..."""
+    peer_bytes_max: int = 64 << 20
+    """... and from one."""
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.deadline_ms <= 600_000 and 1 <= self.ask_ms <= 60_000):
+            raise ConfigError("deadline_ms and ask_ms must be positive")
+        if not 1 <= self.peer_bytes_max <= self.bytes_max <= _BYTES_MAX:
+            raise ConfigError(f"want 1 <= peer_bytes_max <= bytes_max <= {_BYTES_MAX}")
+
+    def dial(self, index: DialConfig) -> DialConfig:
+        """How to call a peer; without targets."""
+        if self.tls is None and self.token_file is None and not self.insecure:
+            return replace(index, targets=())
+        return DialConfig(tls=self.tls, token_file=self.token_file, insecure=self.insecure)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreConfig(Root):
-    """The store of one node: DRAM in shared memory, NVMe, a shared Redis."""
+    """The store of one node: DRAM in shared memory, NVMe, other nodes' stores, a shared Redis."""
 
     SECTION: ClassVar[str] = "store"
 
@@ -141,6 +175,8 @@ class StoreConfig(Root):
     """Disk."""
     redis: RedisSection = field(default_factory=RedisSection)
     """Shared Redis."""
+    peers: PeersSection = field(default_factory=PeersSection)
+    """Other nodes' stores."""
     quotas: tuple[str, ...] = ()
     """tier:bytes:scope each, tier being dram or nvme: a ceiling and a guarantee for that scope."""
     promote_touches_min: int = 2

@@ -36,12 +36,13 @@ from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig
 from kvtier.tiers.redis.caretaker import RedisCaretaker
 from kvtier.tiers.redis.holder import HolderPolicy
-from kvtier.types import InstanceId, NodeId
+from kvtier.types import HOLDER_TIERS, InstanceId, NodeId
 from kvtier.wire import rpc
 from kvtier_services.store import metrics as table
 from kvtier_services.store import tiers as built
 from kvtier_services.store.config import StoreConfig, parse_quota
 from kvtier_services.store.leases import LeaseBook
+from kvtier_services.store.peers import opened_peers
 from kvtier_services.store.publishing import (
     Announcer,
     DigestHashes,
@@ -111,11 +112,17 @@ async def serve(
         telemetry = Service("store", table.DEFINITIONS, live=alive.is_alive)
         opened = await stack.enter_async_context(open_telemetry(config.telemetry, telemetry, log))
         run_dir = stack.enter_context(_owned(config.run_dir or config.data_dir / "run"))
-        announcer = Announcer(config.index, DigestHashes(), fenced)
+        hashes = DigestHashes()
+        announcer = Announcer(config.index, hashes, fenced)
         stack.push_async_callback(announcer.close)
         watch = TierWatch(announcer)
         timings = table.Timings(opened.metrics)
-        tiers = await built.open_tiers(config, watch)
+        host = socket.gethostname()
+        instance = InstanceId(config.instance or host)
+        peers = await stack.enter_async_context(
+            opened_peers(config, instance, clock, hashes.hash_of)
+        )
+        tiers = await built.open_tiers(config, watch, peers)
         store = await stack.enter_async_context(
             open_store(built.store_config(config, tiers), tiers.tiers, watch, timings, clock)
         )
@@ -131,15 +138,15 @@ async def serve(
         leases = LeaseBook(tiers.arena)
         reservations = ReservationBook(config.staging_bytes_max, clock)
         clients = _Clients(arena_server, leases, reservations)
-        host = socket.gethostname()
         identity = Identity(
-            instance=InstanceId(config.instance or host),
+            instance=instance,
             node=NodeId(config.node or host),
             zone=config.zone,
             grpc_address="",
             capacities=tuple(
                 TierCapacity(tier, 0, view.stats.bytes_max)
                 for tier, view in store.stats().tiers.items()
+                if tier in HOLDER_TIERS
             ),
         )
         parts = Parts(
@@ -166,6 +173,7 @@ async def serve(
         )
         _bind(opened.metrics, parts, clients)
         tcp, local = await _servers(stack, config, parts, run_dir / SOCKET)
+        table.read_peers(opened.metrics, peers)
         table.read_service(opened.metrics, arena_server.stats, [tcp.guard, local.guard])
         identity = replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port))
         announcer.name(identity)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from kvtier.core.health import BreakerState
 from kvtier.core.planner import Reason, Verdict
 from kvtier.errors import FrameFault
+from kvtier.peers import PeerTier, PeerView
 from kvtier.ports import GetStatus, PutStatus, RemovalCause
 from kvtier.security import Denial, Guard
 from kvtier.store import StoreStats
@@ -19,9 +21,10 @@ from kvtier.types import Tier
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _SECONDS: Final = (1e-4, 2.5e-4, 1e-3, 2.5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 2.5, 10.0)
-_TIERS: Final = (Tier.DRAM, Tier.NVME, Tier.REDIS)
+_TIERS: Final = (Tier.DRAM, Tier.NVME, Tier.PEER, Tier.REDIS)
 _TIER: Final = Label("tier", tuple(tier.name.lower() for tier in _TIERS))
 _REASONS: Final = tuple(reason.value for reason in Reason)
+PEER_STATES: Final = (*(state.name.lower() for state in BreakerState), "left_out")
 OPERATIONS: Final = ("get", "put", "drop")
 
 
@@ -110,11 +113,26 @@ CALL_SECONDS = MetricDef(
     (_TIER, Label("operation", OPERATIONS)), _SECONDS,
 )  # fmt: skip
 
+PEERS = MetricDef(
+    _GAUGE, "kvtier_store_peers", "Other stores that were asked, by what they are good for now.",
+    (Label("state", PEER_STATES),),
+)  # fmt: skip
+PEER_FAILURES = MetricDef(
+    _COUNTER, "kvtier_store_peer_failures_total", "Calls to other stores without an answer."
+)
+PEER_CORRUPT = MetricDef(
+    _COUNTER, "kvtier_store_peer_corrupt_total", "Bad copies that other stores gave."
+)
+PEER_QUESTIONS = MetricDef(
+    _COUNTER, "kvtier_store_peer_questions_total", "Questions to the index who has blocks."
+)
+
 DEFINITIONS: Final = (
     BLOCKS, BYTES, BYTES_MAX, PINNED, RESERVED, GETS, PUTS, REMOVALS, CORRUPT, READ_BYTES,
     WRITTEN_BYTES, UP, TRIPPED, OWED, PROMOTED, DEMOTED, DEMOTION_FAILED, DROPPED, REFUSED, MISSES,
     JOINS, DIVERGENT, DIVERGENT_COPIES, IN_FLIGHT, PINS, LEASES, RESERVATIONS,
     RESERVATIONS_EXPIRED, SESSIONS, QUARANTINED, SESSIONS_BROKEN, UNANNOUNCED, DENIED, CALL_SECONDS,
+    PEERS, PEER_FAILURES, PEER_CORRUPT, PEER_QUESTIONS,
 )  # fmt: skip
 
 
@@ -224,6 +242,23 @@ def _read_outcomes(metrics: Metrics, stats: Callable[[], StoreStats]) -> None:
         REFUSED,
         lambda: [((reason.value,), count) for reason, count in stats().counts.refused.items()],
     )
+
+
+def read_peers(metrics: Metrics, peers: PeerTier | None) -> None:
+    """Bind what is known of other stores, nothing where none are asked. Once."""
+
+    def states() -> Readings:
+        views = [] if peers is None else [_peer_state(view) for view in peers.peers()]
+        return [((state,), views.count(state)) for state in PEER_STATES]
+
+    metrics.pull(PEERS, states)
+    metrics.pull(PEER_FAILURES, lambda: [((), 0 if peers is None else peers.failures)])
+    metrics.pull(PEER_CORRUPT, lambda: [((), 0 if peers is None else peers.corrupt)])
+    metrics.pull(PEER_QUESTIONS, lambda: [((), 0 if peers is None else peers.questions)])
+
+
+def _peer_state(view: PeerView) -> str:
+    return "left_out" if view.is_left_out else view.state.name.lower()
 
 
 def read_service(metrics: Metrics, arena: Callable[[], ServerStats], guards: list[Guard]) -> None:

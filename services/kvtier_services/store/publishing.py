@@ -102,6 +102,12 @@ class DigestHashes:
         for name in names:
             self._hashes.pop(name, None)
 
+    def hash_of(self, name: FrameName) -> int | None:
+        """By what an index knows a block; None where nobody has said so."""
+        if name.key_kind is KeyKind.PREFIX_KEY:
+            return int.from_bytes(name.key[:_HASH_BYTES], "little")
+        return self._hashes.get(name)
+
     def column(self, names: Sequence[FrameName]) -> npt.NDArray[np.uint64]:
         """The prefix hashes of blocks; those that are not known are left out."""
         found = bytearray()

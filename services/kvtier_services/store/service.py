@@ -14,7 +14,14 @@ import grpc.aio
 
 from kvtier.core.frame import FrameName
 from kvtier.core.planner import PinId, Reuse
-from kvtier.errors import BackendError, CallerError, DeadlineError, ForbiddenError, KvtierError
+from kvtier.errors import (
+    BackendError,
+    CallerError,
+    DeadlineError,
+    ForbiddenError,
+    KvtierError,
+    UnavailableError,
+)
 from kvtier.limits import (
     LEASE_MS_MAX,
     PIN_TTL_S_MAX,
@@ -269,6 +276,7 @@ class StoreService:
     async def get(self, request: pb.GetBlocksRequest, context: Context) -> None:
         """A coroutine that writes: a client that takes nothing must not hold memory for ever."""
         try:
+            self._require_meant(request.store)
             names = blocks.names_from(request.names)
             length = blocks.length_from(request.payload_bytes)
             deadline_s = self._deadline(request.deadline_ms)
@@ -279,7 +287,7 @@ class StoreService:
                 asked = [GetRequest(names[i], None, length) for i in run]
                 async with self._parts.staging.room(sum(sizes[i] for i in run)):
                     results = await self._parts.store.get_many(asked, deadline_s, options)
-                    for message in cut(results):
+                    for message in cut(results, framed=request.framed):
                         async with asyncio.timeout(IDLE_S):
                             await context.write(message)
         except TimeoutError:
@@ -295,6 +303,7 @@ class StoreService:
             if first is None or first.WhichOneof("part") != "head":
                 raise CallerError("a Put begins with its head")
             head = first.head
+            self._require_meant(head.store)
             if head.reservation_ids:
                 results = await self._fill(head, requests)
             else:
@@ -420,6 +429,11 @@ class StoreService:
         return self._parts.stats.response(self.epoch, self._parts.instance)
 
     # Pieces
+
+    def _require_meant(self, instance: str) -> None:
+        """Addresses move on: who asks for a store by its name is not to get another one."""
+        if instance and instance != self._parts.instance:
+            raise UnavailableError("another store stands at this address")
 
     def _deadline(self, deadline_ms: int) -> float:
         """A time of the store's clock; 0: as long as a call may take."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvtier.core.planner import Block, PlannerConfig, TierConfig
 from kvtier.errors import BackendError, ConfigError
+from kvtier.peers import PeerTier
 from kvtier.ports import BlockOwner
 from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch, held_block
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape
@@ -31,6 +32,7 @@ from kvtier_services.store.arena import GovernedArena, RawPins
 from kvtier_services.store.config import (
     ArenaSection,
     NvmeSection,
+    PeersSection,
     RedisSection,
     StoreConfig,
     parse_quota,
@@ -53,6 +55,7 @@ class BuiltTiers:
     redis: RedisTier | None
     nvme_keys: FileScopeKeys | None
     redis_keys: FileScopeKeys | None
+    peers: PeerTier | None = None
 
     def erase(self, scope: ScopeId) -> None:
         """Erase the keys of a scope: what was sealed with them nobody reads any more."""
@@ -83,7 +86,9 @@ def _unsealed(one: HeldBlock, keys: FileScopeKeys) -> Block | None:
     return held_block(one.name, one.payload_bytes - SEAL_BYTES, owner)
 
 
-async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
+async def open_tiers(
+    config: StoreConfig, watch: TierWatch, peers: PeerTier | None = None
+) -> BuiltTiers:
     """Attach or start cold. Raises what the tiers raise where one cannot be had at all."""
     nvme_keys, redis_keys = _keys(config.nvme.seal_keys_file), _keys(config.redis.seal_keys_file)
     redis = new_redis(config.redis, watch) if config.redis.enabled else None
@@ -99,9 +104,11 @@ async def open_tiers(config: StoreConfig, watch: TierWatch) -> BuiltTiers:
         tiers.append(StoreTier(nvme, nvme, nvme.checksum_of))
     elif nvme is not None and nvme_keys is not None:
         tiers.append(StoreTier(SealedLocalTier(nvme, nvme_keys), nvme))
+    if peers is not None:
+        tiers.append(StoreTier(peers))
     if redis is not None:
         tiers.append(StoreTier(redis if redis_keys is None else SealedTier(redis, redis_keys)))
-    return BuiltTiers(arena, tuple(tiers), nvme, redis, nvme_keys, redis_keys)
+    return BuiltTiers(arena, tuple(tiers), nvme, redis, nvme_keys, redis_keys, peers)
 
 
 def _keys(path: Path | None) -> FileScopeKeys | None:
@@ -151,6 +158,7 @@ def store_config(config: StoreConfig, tiers: BuiltTiers) -> TieredStoreConfig:
     known = {
         Tier.DRAM: lambda: _dram(config.dram),
         Tier.NVME: lambda: _nvme(config.nvme, tiers.nvme.stats().bytes_max if tiers.nvme else 1),
+        Tier.PEER: lambda: _peers(config.peers),
         Tier.REDIS: lambda: _redis(config.redis),
     }
     planner = PlannerConfig(
@@ -187,6 +195,11 @@ def _nvme(section: NvmeSection, bytes_max: int) -> TierConfig:
         write_bytes_per_day=section.write_bytes_per_day or inf,
         write_burst_bytes=(section.write_bytes_per_day or inf) / _DAY_S * 3600,
     )
+
+
+def _peers(section: PeersSection) -> TierConfig:
+    # Nothing is ever held there: the capacity means nothing.
+    return TierConfig(Tier.PEER, section.bytes_max, deadline_s=section.deadline_ms / 1000)
 
 
 def _redis(section: RedisSection) -> TierConfig:

@@ -39,6 +39,7 @@ LOG = EventLog("kvtier_services.worker")
 SOURCE_OF_TIER: Final = {
     Tier.DRAM: Source.DRAM,
     Tier.NVME: Source.NVME,
+    Tier.PEER: Source.PEER,
     Tier.REDIS: Source.REDIS,
 }
 _CLOSE_S: Final = 5.0
@@ -149,8 +150,10 @@ class StoreConnector:
                 )
         except TimeoutError:
             return Looked(order.ticket, (), is_known=False)
-        nearest = (min((t for t in held if t in SOURCE_OF_TIER), default=None) for held in tiers)
-        sources = tuple(None if tier is None else SOURCE_OF_TIER[tier] for tier in nearest)
+        sources = tuple(
+            min((SOURCE_OF_TIER[t] for t in held if t in SOURCE_OF_TIER), default=None)
+            for held in tiers
+        )
         # The client answers "nowhere" where it cannot ask: soon while the store is left alone.
         found = any(source is not None for source in sources)
         late = not found and time.monotonic() - began_s >= order.deadline_s

@@ -1,0 +1,20 @@
+"""The stores of other nodes as a tier: found through the index, read, verified, never trusted.
+
+From below: `finding` (who has what, remembered for a moment), `standing` (what is known of one
+peer), `grpc_transport`, `tier`.
+What must not live here: what moves up and stays (`kvtier.store`), who may call (`kvtier.security`).
+"""
+
+from kvtier.peers.finding import Finder, PeerIndex
+from kvtier.peers.grpc_transport import GrpcTransport
+from kvtier.peers.standing import PeerPolicy, PeerView
+from kvtier.peers.tier import PeerTier
+
+__all__ = [
+    "Finder",
+    "GrpcTransport",
+    "PeerIndex",
+    "PeerPolicy",
+    "PeerTier",
+    "PeerView",
+]

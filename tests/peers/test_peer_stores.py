@@ -1,0 +1,80 @@
+"""Blocks of one node's store, read through another's: whole services, one index."""
+
+import asyncio
+from pathlib import Path
+
+from kvtier.store import SharedTier
+from kvtier.types import Tier
+from kvtier_services.store.config import PeersSection
+from tests.support.peer_stores import some_nodes
+from tests.support.store_service import BLOCK, names
+from tests.tiers.contract import soon
+
+
+async def test_a_store_gives_what_only_another_nodes_store_has(tmp_path: Path) -> None:
+    async with some_nodes(tmp_path, "a", "b") as nodes:
+        await nodes.put("a", 1, 2, 3)
+        assert await nodes.get("b", 1, 2, 3, 4) == [True, True, True, False]
+        assert nodes.fetched("b") == 3
+        assert nodes.metric("b", 'kvtier_store_read_bytes_total{tier="peer"}') == 3 * BLOCK
+        assert nodes.metric("b", 'kvtier_store_peers{state="closed"}') == 1
+
+
+async def test_a_block_that_is_wanted_twice_is_copied_and_not_fetched_again(
+    tmp_path: Path,
+) -> None:
+    async with some_nodes(tmp_path, "a", "b") as nodes:
+        await nodes.put("a", 1)
+        for _ in range(2):
+            assert await nodes.get("b", 1) == [True]
+        await nodes.told("b", 1)
+        for _ in range(5):
+            assert await nodes.get("b", 1) == [True]
+        assert nodes.fetched("b") == 2
+        assert nodes.stores["b"].store.stats().counts.promoted[Tier.PEER] == 1
+
+
+async def test_many_readers_of_one_block_cost_one_fetch(tmp_path: Path) -> None:
+    async with some_nodes(tmp_path, "a", "b", promote_touches_min=100) as nodes:
+        await nodes.put("a", *range(8))
+        found = await asyncio.gather(*(nodes.get("b", *range(8)) for _ in range(6)))
+        assert found == [[True] * 8] * 6
+        counts = nodes.stores["b"].store.stats().counts
+        # Who comes after a flight has ended begins another one: never more than one at a time.
+        assert counts.fetched[Tier.PEER] + counts.joins == 48
+
+
+async def test_stores_do_not_ask_in_circles(tmp_path: Path) -> None:
+    """What the index believes of a store that lost it: nobody passes the question on."""
+    async with some_nodes(tmp_path, "a", "b", "c") as nodes:
+        await nodes.put("a", 1)
+        assert await nodes.get("b", 1) == [True]
+        await nodes.drop("a", 1)
+        assert await nodes.get("c", 2) == [False]
+        assert nodes.fetched("a") == nodes.fetched("c") == 0
+
+
+async def test_with_peers_off_nobody_is_asked(tmp_path: Path) -> None:
+    off = PeersSection(enabled=False)
+    async with some_nodes(tmp_path, "a", "b", peers=off) as nodes:
+        await nodes.put("a", 1)
+        assert await nodes.get("b", 1) == [False]
+        assert Tier.PEER not in nodes.stores["b"].store.stats().tiers
+
+
+async def test_what_was_dropped_at_one_store_does_not_come_back_from_another(
+    tmp_path: Path,
+) -> None:
+    async with some_nodes(tmp_path, "a", "b") as nodes:
+        await nodes.put("a", 1, 2)
+        assert await nodes.get("b", 1, 2) == [True, True]
+        await nodes.drop("b", 1)
+        assert await nodes.get("b", 1, 2) == [False, True]
+        assert await nodes.get("a", 1) == [True]
+
+
+async def test_where_blocks_are_says_that_a_peer_has_them(tmp_path: Path) -> None:
+    async with some_nodes(tmp_path, "a", "b") as nodes:
+        await nodes.put("a", 1)
+        found = await nodes.stores["b"].store.contains(names(1, 2), soon(), SharedTier.ASK)
+        assert found == [{Tier.PEER}, frozenset()]
