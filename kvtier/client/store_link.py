@@ -211,23 +211,27 @@ def _take(arriving: _Arriving, message: pb.GetBlocksResponse) -> None:
             request = arriving.requests[position]
             header = FrameHeader(request.name, next(writers), length, next(sums))
             target = _target(arriving, position, header)
-            if arriving.is_framed and not _is_of(header, next(frames, b"")):
-                target = None
-                arriving.results[position] = GetResult(
-                    GetStatus.CORRUPT, reason=FrameFault.HEADER_FIELD.value
-                )
+            if arriving.is_framed and (fault := _fault(header, next(frames, b""))) is not None:
+                target, arriving.results[position] = None, fault
             arriving.hits.append((position, header, target))
         else:
             arriving.results[position] = GetResult(status)
     _fill(arriving, memoryview(message.data))
 
 
-def _is_of(header: FrameHeader, frame: bytes) -> bool:
-    """Whether a frame's header is whole, and of the block that was asked for with these bytes."""
+def _fault(header: FrameHeader, frame: bytes) -> GetResult | None:
+    """None where a frame's header is whole, and of the block that was asked for with these bytes.
+
+    A store of an earlier release sends no headers: an error, which is nobody's corruption.
+    """
+    if not frame:
+        return GetResult(GetStatus.ERROR, reason="unframed")
     try:
-        return parse_header(frame) == header
-    except FrameError:
-        return False
+        is_right = parse_header(frame) == header
+    except FrameError as error:
+        return GetResult(GetStatus.CORRUPT, reason=error.fault.value)
+    fault = FrameFault.HEADER_FIELD.value
+    return None if is_right else GetResult(GetStatus.CORRUPT, reason=fault)
 
 
 def _target(arriving: _Arriving, position: int, header: FrameHeader) -> memoryview | None:

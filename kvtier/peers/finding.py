@@ -8,11 +8,12 @@ What must not live here: whom to take of several (`tier`), calls to peers.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
 from kvtier.core.event_columns import Hashes
 from kvtier.core.frame import FrameName, KeyKind
+from kvtier.core.health import Breaker, BreakerPolicy, Outcome
 from kvtier.errors import DeadlineError, KvtierError, UnavailableError
 from kvtier.limits import PEER_ABSENT_BLOCKS_MAX, TIER_BATCH_BLOCKS_MAX
 from kvtier.ports import Clock, PeerPlace
@@ -43,6 +44,12 @@ class FinderPolicy:
     ask_s: float = 0.25
     found_s: float = 2.0
     absent_s: float = 0.5
+    breaker: BreakerPolicy = field(
+        default_factory=lambda: BreakerPolicy(
+            failures_max=2, open_s=0.5, open_s_max=15.0, probes_to_close=1
+        )
+    )
+    """Of the index: a frozen one is to cost nobody's time for long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,7 @@ class Finder:
         self._asking: dict[_Key, asyncio.Future[Places]] = {}
         self._waiting: dict[Fingerprint, dict[int, asyncio.Future[Places]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._breaker = Breaker(self._policy.breaker)
         self.questions = 0
         """Calls to the index."""
 
@@ -161,12 +169,8 @@ class Finder:
                         _fail(way, UnavailableError("the index is not asked any more"))
 
     async def _ask(self, namespace: Fingerprint, ways: dict[int, asyncio.Future[Places]]) -> None:
-        self.questions += 1
-        numbers = list(ways)
         try:
-            answers = await self._index.locate(
-                namespace, numbers, self._instance, self._policy.ask_s
-            )
+            answers = await self._answers(namespace, list(ways))
         except KvtierError as error:
             for number, way in ways.items():
                 del self._asking[namespace, number]
@@ -178,6 +182,26 @@ class Finder:
             self._remember((namespace, number), _Known(places, now + lasts_s))
             del self._asking[namespace, number]
             way.set_result(places)
+
+    async def _answers(self, namespace: Fingerprint, numbers: list[int]) -> tuple[Places, ...]:
+        began = self._clock()
+        permit = self._breaker.acquire(began)
+        if permit is None:
+            raise UnavailableError("the index did not answer lately")
+        self.questions += 1
+        outcome = Outcome.CANCELLED
+        try:
+            answers = await self._index.locate(
+                namespace, numbers, self._instance, self._policy.ask_s
+            )
+            outcome = Outcome.SUCCESS
+        except KvtierError:
+            outcome = Outcome.FAILURE
+            raise
+        finally:
+            now = self._clock()
+            self._breaker.report(permit, outcome, now - began, now)
+        return answers
 
 
 def _fail(way: asyncio.Future[Places], error: KvtierError) -> None:

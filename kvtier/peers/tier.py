@@ -1,8 +1,8 @@
 """`PeerTier`: the stores of other nodes as a tier that is only read.
 
 Each block is asked of a store that the index names, and of a second one where that fails. Whatever
-goes wrong with a peer costs a miss: slow, gone, lying, mistaken for another. What goes wrong with
-the index is an ERROR of all blocks, so that the store leaves this tier alone until it is back.
+goes wrong costs a miss and is counted: a peer that is slow, gone, lying or mistaken for another,
+and an index that cannot be asked.
 What must not live here: the wire (`grpc_transport`), who has what (`finding`), keeping copies.
 """
 
@@ -85,6 +85,8 @@ class PeerTier:
         self._is_open = True
         self.failures = 0
         """Calls to peers that ended without an answer."""
+        self.unanswered = 0
+        """Reads for which no index could say in time who has the blocks."""
         self.corrupt = 0
         """Bad copies that peers gave."""
 
@@ -124,10 +126,9 @@ class PeerTier:
         require_open(self._is_open)
         try:
             places = await self._finder.find([r.name for r in requests], deadline_s)
-        except KvtierError as error:
-            results = [GetResult(GetStatus.ERROR, reason=type(error).__name__)] * len(requests)
-            self._tally.count_gets(results)
-            return results
+        except KvtierError:
+            self.unanswered += 1
+            places = [()] * len(requests)
         wanted = _Wanted(requests, places, [_MISS] * len(requests))
         now = self._clock()
         pending = [

@@ -82,7 +82,7 @@ class Rig:
         return [result.status for result in results]
 
 
-HIT, MISS, CORRUPT, ERROR = GetStatus.HIT, GetStatus.MISS, GetStatus.CORRUPT, GetStatus.ERROR
+HIT, MISS, CORRUPT = GetStatus.HIT, GetStatus.MISS, GetStatus.CORRUPT
 
 
 async def test_one_question_and_one_call_bring_a_chain_of_one_peer() -> None:
@@ -169,14 +169,18 @@ async def test_a_good_copy_elsewhere_makes_up_for_a_bad_one() -> None:
         assert await rig.get(1) == [HIT]
 
 
-async def test_without_an_index_it_is_an_error_that_the_store_can_act_upon() -> None:
+async def test_without_an_index_there_are_misses_and_soon_no_questions() -> None:
     rig = Rig()
     rig.give("a", 1)
     rig.index.error = UnavailableError("no index")
-    assert await rig.get(1, 2) == [ERROR, ERROR]
+    for _ in range(6):
+        assert await rig.get(1, 2) == [MISS, MISS]
+    assert len(rig.index.questions) == 2
+    assert rig.tier.unanswered == 6
     with pytest.raises(UnavailableError):
         await rig.tier.contains([name_of(1)], rig.now() + 60)
     rig.index.error = None
+    rig.now.s += 1.0
     assert await rig.get(1) == [HIT]
 
 

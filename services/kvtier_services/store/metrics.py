@@ -123,6 +123,9 @@ PEER_FAILURES = MetricDef(
 PEER_CORRUPT = MetricDef(
     _COUNTER, "kvtier_store_peer_corrupt_total", "Bad copies that other stores gave."
 )
+PEER_UNANSWERED = MetricDef(
+    _COUNTER, "kvtier_store_peer_unanswered_total", "Reads for which no index said who has blocks."
+)
 PEER_QUESTIONS = MetricDef(
     _COUNTER, "kvtier_store_peer_questions_total", "Questions to the index who has blocks."
 )
@@ -132,7 +135,7 @@ DEFINITIONS: Final = (
     WRITTEN_BYTES, UP, TRIPPED, OWED, PROMOTED, DEMOTED, DEMOTION_FAILED, DROPPED, REFUSED, MISSES,
     JOINS, DIVERGENT, DIVERGENT_COPIES, IN_FLIGHT, PINS, LEASES, RESERVATIONS,
     RESERVATIONS_EXPIRED, SESSIONS, QUARANTINED, SESSIONS_BROKEN, UNANNOUNCED, DENIED, CALL_SECONDS,
-    PEERS, PEER_FAILURES, PEER_CORRUPT, PEER_QUESTIONS,
+    PEERS, PEER_FAILURES, PEER_CORRUPT, PEER_QUESTIONS, PEER_UNANSWERED,
 )  # fmt: skip
 
 
@@ -254,6 +257,7 @@ def read_peers(metrics: Metrics, peers: PeerTier | None) -> None:
     metrics.pull(PEERS, states)
     metrics.pull(PEER_FAILURES, lambda: [((), 0 if peers is None else peers.failures)])
     metrics.pull(PEER_CORRUPT, lambda: [((), 0 if peers is None else peers.corrupt)])
+    metrics.pull(PEER_UNANSWERED, lambda: [((), 0 if peers is None else peers.unanswered)])
     metrics.pull(PEER_QUESTIONS, lambda: [((), 0 if peers is None else peers.questions)])
 
 
