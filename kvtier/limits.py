@@ -277,6 +277,10 @@ ENGINE_HELD_BATCHES_MAX: Final = 1 << 16
 """Live messages that wait for a replay."""
 ENGINE_HELD_BYTES_MAX: Final = 256 << 20
 """The same."""
+ENGINE_FEED_ROWS_MAX: Final = 4096
+"""Slots in one frame of an engine's connector."""
+ENGINE_FEED_CLIENTS_MAX: Final = 4
+"""Bridges that listen to one connector."""
 
 # What a router asks of workers of whose load nobody tells
 LOAD_POLLS_MAX: Final = 16

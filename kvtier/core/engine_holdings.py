@@ -194,6 +194,7 @@ class _Fragment:
 
 class EngineHoldings:
     """Applies events in their order; every method returns what to tell an index. Not thread-safe.
+    `known` is shared by all ranks of an engine.
 
     O(blocks) an event, in tokens where they are hashed. A collision of an engine's 64-bit hashes
     costs a wrong hint, never wrong bytes.
@@ -201,12 +202,14 @@ class EngineHoldings:
 
     def __init__(self, terms: HoldingsTerms, known: KnownKeys) -> None:
         self._terms = terms
-        self._known = known
+        self.known = known
         self._residents: dict[Place, dict[EngineHash, _Resident]] = {}
         self._residents_count = 0
         self._pending: OrderedDict[EngineHash, list[_Fragment]] = OrderedDict()
         self._pending_tokens = 0
         self._round = 0
+        self._keyless: set[tuple[Place, EngineHash]] = set()
+        """Residents that wait for their parent's key."""
         self._dirty: dict[tuple[Place, EngineHash], None] = {}
         self._is_cleared = False
         self.counts = HoldingsCounts()
@@ -217,6 +220,11 @@ class EngineHoldings:
     def residents_count(self) -> int:
         """Distinct (place, hash) with a copy, indexed or waiting."""
         return self._residents_count
+
+    @property
+    def unresolved_count(self) -> int:
+        """Of those, the ones that an index cannot be told of yet."""
+        return len(self._keyless)
 
     @property
     def pending_tokens(self) -> int:
@@ -255,6 +263,7 @@ class EngineHoldings:
         self._residents_count = 0
         self._pending.clear()
         self._pending_tokens = 0
+        self._keyless.clear()
         self._dirty.clear()
         self._is_cleared = True
         return [Emptied(None)]
@@ -285,6 +294,7 @@ class EngineHoldings:
                 continue
             one = self._enter(row.place, row.name)
             one.copies, one.key = row.copies, row.key
+            self._keyless.discard((row.place, row.name))
         return self.held()
 
     # ---- parts
@@ -300,7 +310,7 @@ class EngineHoldings:
             above = PrefixKey(chain_root(self._terms.pool, event.salt or None, root_adapter))
             yield from self._chain(event, above, 0)
             return
-        known = self._known.find(event.parent)
+        known = self.known.find(event.parent)
         if known is None:
             resident = self._residents.get(event.place, {}).get(event.parent)
             known = None if resident is None else resident.key
@@ -326,7 +336,7 @@ class EngineHoldings:
         self.counts.unindexed[reason] += len(event.hashes)
         if reason in _OF_IDENTITY:
             for name in event.hashes:
-                self._known.learn(name, UNINDEXED)
+                self.known.learn(name, UNINDEXED)
 
     def _chain(self, event: BlocksStored, above: PrefixKey, parent: int) -> Iterator[Change]:
         """Give the blocks of `event` their keys, and all that waited for one of them."""
@@ -340,7 +350,7 @@ class EngineHoldings:
                 continue
             self.counts.indexed += len(keys)
             for name, key in zip(event.hashes, keys, strict=True):
-                self._known.learn(name, key)
+                self.known.learn(name, key)
             yield from self._appear(event, keys, parent)
             for name, key in zip(event.hashes, keys, strict=True):
                 for fragment in self._no_longer_waiting(name):
@@ -375,6 +385,7 @@ class EngineHoldings:
                     yield Vanished(tier, _hashes([replaced]))
             if one is not None and is_new:
                 one.key = key
+                self._keyless.discard((event.place, name))
                 self._dirty[event.place, name] = None
                 run.append(key)
             else:
@@ -423,6 +434,8 @@ class EngineHoldings:
             there = already if already is not None else self._enter(event.target, name)
             there.copies += one.copies
             there.key = one.key
+            if there.key is not None:
+                self._keyless.discard((event.target, name))
             self._dirty[event.target, name] = None
             if one.key is not None:
                 gone.append(one.key)
@@ -441,6 +454,7 @@ class EngineHoldings:
         for place in [place for place in self._residents if place.medium == GPU]:
             for name in self._residents[place]:
                 self._dirty[place, name] = None
+                self._keyless.discard((place, name))
             self._residents_count -= len(self._residents.pop(place))
         for parent in list(self._pending):
             for fragment in self._no_longer_waiting(parent):
@@ -457,11 +471,13 @@ class EngineHoldings:
         one = _Resident(self._round)
         self._residents.setdefault(place, {})[name] = one
         self._residents_count += 1
+        self._keyless.add((place, name))
         return one
 
     def _drop(self, place: Place, name: EngineHash) -> None:
         residents = self._residents[place]
         del residents[name]
+        self._keyless.discard((place, name))
         self._residents_count -= 1
         if not residents:
             del self._residents[place]

@@ -48,6 +48,8 @@ class Doubt(StrEnum):
     """Something that the engine said could not be read."""
     OVERFLOW = "overflow"
     """More was stored than a ceiling lets the bridge remember."""
+    UNRESOLVED = "unresolved"
+    """Blocks are held of which nobody has said yet what an index calls them. Never a tracker's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ ADAPTER_DIGEST = "ab" * 32
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The engine: `ring` is how many messages it can replay, `is_old` its wire's shape."""
+    """The engine: `ring` is how many messages it can replay, `is_old` its wire's shape, `tells`
+    whether our connector is in it."""
 
     ranks: int = 1
     ring: int = 10_000
@@ -54,6 +55,7 @@ class EngineSpec:
     model_id: str = "org/model"
     revision: str = "rev-1"
     seed: str = "0"
+    tells: bool = False
     adapters: Mapping[str, tuple[str, int]] = field(
         default_factory=lambda: {"ad": (ADAPTER_DIGEST, 3)}
     )
@@ -70,6 +72,7 @@ class BridgeCluster:
         self.events_port, self.replay_port, self.page_port = _ports(spec.ranks)
         self.instance = f"engine-{self.events_port}"
         self.control = runner.directory / "engine.sock"
+        self.run_folder = runner.directory / "run"
         self.channel: grpc.aio.Channel
         self.engine: Process
         self.bridge: Process
@@ -86,6 +89,7 @@ class BridgeCluster:
             "events_port": self.events_port,
             "replay_port": self.replay_port,
             "control": str(self.control),
+            "residents": str(self.run_folder) if spec.tells else "",
         }
         path = self.runner.directory / "engine.json"
         path.write_text(json.dumps(table))
@@ -98,7 +102,10 @@ class BridgeCluster:
         self.engine = await asyncio.to_thread(self.runner.start, launch)
 
     async def start_bridge(self, **engine: TomlValue) -> None:
-        path = self.runner.config_file("bridge.toml", self.settings(**engine))
+        await self.start_bridge_of(self.settings(**engine))
+
+    async def start_bridge_of(self, settings: dict[str, TomlValue]) -> None:
+        path = self.runner.config_file("bridge.toml", settings)
         launch = Launch(
             "bridge",
             kvtier_command("bridge", "--config", str(path)),
@@ -117,6 +124,8 @@ class BridgeCluster:
             "probe_ms": 300,
             "load_ms": 0,
         }
+        if spec.tells:
+            followed["residents"] = str(self.run_folder)
         return {
             "instance": self.instance,
             "index": {"targets": [self.index.address]},
@@ -183,9 +192,15 @@ class BridgeCluster:
 
     async def metric(self, line: str) -> float:
         """One number of the bridge's metrics page."""
-        text = await asyncio.to_thread(_page, self.page_port)
+        text = await asyncio.to_thread(page_of, self.page_port)
         (found,) = [row for row in text.splitlines() if row.startswith(line + " ")]
         return float(found.rpartition(" ")[2])
+
+    async def metric_reaches(self, line: str, least: float) -> None:
+        async def is_so() -> bool:
+            return await self.metric(line) >= least
+
+        await eventually_async(is_so, SHOWN_S, f"{line} >= {least}")
 
     async def metric_is(self, line: str, wanted: float) -> None:
         async def is_so() -> bool:
@@ -234,7 +249,7 @@ def _ask(control: Path, command: Mapping[str, Any]) -> Any:
     return json.loads(line)
 
 
-def _page(port: int) -> str:
+def page_of(port: int) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", "/metrics")

@@ -16,12 +16,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from kvtier.core.identity import AdapterRef, Pool
+from kvtier.core.identity import AdapterRef, Pool, chain_root
+from kvtier.engines.vllm.residents import NO_KEYS, FeedTerms, ResidentsFeed
 from tests.support import engine_wire as wire
 from tests.support.fake_engine import EngineCache, Prompt
 
@@ -45,7 +47,37 @@ class Rank:
         self._replay.bind(f"tcp://127.0.0.1:{spec['replay_port'] + number}")
         self._queue: queue.Queue[tuple[bytes, bool, threading.Event]] = queue.Queue()
         self._next_seq = 0
+        self._requests_count = 0
+        self._root = chain_root(pool, None, None)
+        self._folder = spec["residents"]
+        self.feed: ResidentsFeed | None = None
+        self.tell()
         threading.Thread(target=self._run, daemon=True).start()
+
+    def tell(self) -> None:
+        """Begin to tell bridges what is resident, as our connector does inside vLLM."""
+        if self._folder:
+            terms = FeedTerms(Path(self._folder), self._number, self._root)
+            self.feed = ResidentsFeed(terms, bytes)
+            self.feed.bind(self.cache.slots)
+
+    def run(self, prompt: Prompt, *, twice: bool) -> list[Any]:
+        """One request, from its arrival to its end."""
+        events = self.cache.run(prompt, side_by_side=twice)
+        if self.feed is not None:
+            table = self.cache.table(prompt)
+            self._requests_count += 1
+            name = str(self._requests_count)
+            self.feed.arrived(name, table.digests, table.keys or NO_KEYS)
+            self.feed.allocated(name, table.slots)
+            self.feed.step([(name, table.slots)], [])
+            self.feed.finished(name, table.slots)
+        return events
+
+    def step(self, handed_out: Sequence[int] = ()) -> None:
+        """A step without requests of ours."""
+        if self.feed is not None:
+            self.feed.step([], [handed_out])
 
     def publish(self, events: list[Any], *, heard: bool) -> None:
         """One batch; returns once it is sent, or, unless `heard`, lost on its way."""
@@ -107,18 +139,30 @@ class Commands:
         ref = None if adapter is None else self._adapters.get(adapter)
         prompt = Prompt(tokens, more.get("salt"), adapter, ref)
         one = self._ranks[rank]
-        events = one.cache.run(prompt, side_by_side=more.get("twice", False))
+        events = one.run(prompt, twice=more.get("twice", False))
         one.publish(events, heard=more.get("heard", True))
         return True
 
     def evict(self, count: int, rank: int = 0, heard: bool = True) -> bool:
         one = self._ranks[rank]
         one.publish(one.cache.evict(count), heard=heard)
+        one.step(range(len(one.cache.slots)))
         return True
 
     def clear(self, rank: int = 0) -> bool:
         one = self._ranks[rank]
         one.publish(one.cache.clear(), heard=True)
+        one.step()
+        return True
+
+    def tell(self, on: bool, rank: int = 0) -> bool:
+        """End, or begin, to tell bridges what is resident."""
+        one = self._ranks[rank]
+        if one.feed is not None:
+            one.feed.close()
+            one.feed = None
+        if on:
+            one.tell()
         return True
 
     def say(self, payload: str, rank: int = 0) -> bool:

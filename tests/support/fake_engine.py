@@ -12,7 +12,7 @@ from typing import Any
 
 from kvtier.core import engine_keys
 from kvtier.core.identity import AdapterRef, Pool, chain_root
-from kvtier.core.keys import prefix_hashes
+from kvtier.core.keys import PrefixKeys, prefix_hashes, prefix_keys
 from tests.support import engine_wire as wire
 
 
@@ -32,6 +32,22 @@ class _Block:
     prefix_hash: int | None
 
 
+@dataclass(slots=True)
+class Slot:
+    """One physical block as vLLM shows it to a connector: named while it is in the prefix cache."""
+
+    block_hash: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A request's blocks, as a connector sees them: where they are, their digests and keys."""
+
+    slots: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    keys: PrefixKeys | None
+
+
 class EngineCache:
     """One rank. `run` and the others return the events of one scheduler step, as wire structs."""
 
@@ -45,6 +61,7 @@ class EngineCache:
         self._used: OrderedDict[int, _Block] = OrderedDict()
         """Slot -> block, the least lately used first."""
         self._by_digest: dict[bytes, set[int]] = {}
+        self.slots = [Slot() for _ in range(blocks_count)]
 
     def held(self) -> Counter[int]:
         """Distinct resident prefix hashes that an index may know, each once."""
@@ -69,12 +86,29 @@ class EngineCache:
             events.append(self._stored(prompt, digests, start))
         return events
 
+    def table(self, prompt: Prompt) -> Table:
+        """Of a prompt that ran just now, its leading blocks that are still there."""
+        digests, _ = self._names(prompt)
+        slots = []
+        for digest in digests:
+            found = self._by_digest.get(digest)
+            if not found:
+                break
+            slots.append(max(found, key=list(self._used).index))
+        keys = None
+        if prompt.adapter is None or prompt.ref is not None:
+            root = chain_root(self._pool, prompt.salt, prompt.ref)
+            keys = prefix_keys(root, list(prompt.tokens), self._pool.block_tokens)
+        return Table(tuple(slots), tuple(digests), keys)
+
     def evict(self, count: int) -> list[Any]:
         """Reallocate so many blocks, the least lately used first."""
         return [event for _ in range(min(count, len(self._used))) for event in self._evict_one()]
 
     def clear(self) -> list[Any]:
         """`reset_prefix_cache`."""
+        for slot in self._used:
+            self.slots[slot].block_hash = None
         self._free += self._used
         self._used.clear()
         self._by_digest.clear()
@@ -110,12 +144,14 @@ class EngineCache:
         events = [] if self._free else self._evict_one()
         slot = self._free.pop()
         self._used[slot] = _Block(digest, prefix_hash)
+        self.slots[slot].block_hash = digest
         self._by_digest.setdefault(digest, set()).add(slot)
         return events
 
     def _evict_one(self) -> list[Any]:
         slot, block = self._used.popitem(last=False)
         self._free.append(slot)
+        self.slots[slot].block_hash = None
         self._by_digest[block.digest].discard(slot)
         return [wire.removed([self._wire(block.digest)])]
 

@@ -13,6 +13,7 @@ What must not live here: decisions (scheduling.py), bytes (pages.py), calls (loo
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -26,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.core.kv_cache_utils import get_block_hash, resolve_none_hash_seed
 
 from kvtier.client.store import StoreClientConfig
 from kvtier.client.store_blocking import BlockStoreClient
@@ -36,6 +37,7 @@ from kvtier.engines.vllm.facts import EngineFacts, Refusal, read_facts
 from kvtier.engines.vllm.lookups import StoreLookups
 from kvtier.engines.vllm.pages import KvPages
 from kvtier.engines.vllm.prefixes import PrefixHashes
+from kvtier.engines.vllm.residents import NO_KEYS, FeedTerms, ResidentsFeed
 from kvtier.engines.vllm.scheduling import Arrival, Scheduled, Scheduling, StepOrders
 from kvtier.engines.vllm.settings import settings_from
 from kvtier.engines.vllm.transfers import Transfers
@@ -83,6 +85,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling: Scheduling | None = None
         self._lookups: StoreLookups | None = None
         self._transfers: Transfers | None = None
+        self._residents: ResidentsFeed | None = None
         self._adapters = AdapterDigests()
         self._namespaces: dict[bytes | None, tuple[Fingerprint, ...]] = {}
         self._invalid_blocks: set[int] = set()
@@ -103,6 +106,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling = Scheduling(
                 self._settings, facts.pool.block_tokens, self._lookups, worth
             )
+            if self._settings.residents:
+                folder = Path(self._settings.residents)
+                rank = int(vllm_config.parallel_config.data_parallel_index)
+                feed = FeedTerms(folder, rank, chain_root(facts.pool, None, None))
+                self._residents = ResidentsFeed(feed, get_block_hash)
             namespace = facts.namespaces()[0].hex()
             LOG.info("kvtier shares blocks by %s, namespace %s", self._settings.store, namespace)
 
@@ -113,6 +121,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._residents is not None:
+            self._residents.bind(gpu_block_pool.blocks)
+
     def on_new_request(self, request: Any) -> None:
         if self._scheduling is None or self._facts is None:
             return
@@ -120,17 +132,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if request.lora_request is not None:
             adapter = self._adapters.digest(str(request.lora_request.lora_path))
             if adapter is None:
+                if self._residents is not None:
+                    self._residents.arrived(request.request_id, request.block_hashes, NO_KEYS)
                 return  # weights that cannot be told from others of the same name
         namespaces = self._namespaces.get(adapter)
         if namespaces is None:
             namespaces = self._namespaces[adapter] = self._facts.namespaces(adapter)
+        hashes = self._prefix_hashes(request, adapter)
+        if self._residents is not None:
+            keys = hashes if isinstance(hashes, PrefixHashes) else NO_KEYS
+            self._residents.arrived(request.request_id, request.block_hashes, keys)
         arrival = Arrival(
             str(request.request_id),
             request.block_hashes,
             int(request.num_prompt_tokens),
             namespaces,
             adapter,
-            self._prefix_hashes(request, adapter),
+            hashes,
         )
         self._scheduling.arrived(arrival, time.monotonic())
 
@@ -145,6 +163,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduling is not None:
             (block_ids,) = blocks.get_block_ids()
+            if self._residents is not None:
+                self._residents.allocated(request.request_id, block_ids)
             self._scheduling.allocated(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -157,9 +177,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = []
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            if request_id in computed and self._scheduling.knows(request_id):
-                (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
-                scheduled.append(Scheduled(request_id, computed[request_id] + tokens, block_ids))
+            if request_id not in computed:
+                continue
+            (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
+            scheduled.append(Scheduled(request_id, computed[request_id] + tokens, block_ids))
+        if self._residents is not None:
+            handed_out = [ids[0] for ids in cached.new_block_ids if ids is not None]
+            self._residents.step([(one.request_id, one.block_ids) for one in scheduled], handed_out)
         tokens = int(scheduler_output.total_num_scheduled_tokens)
         return _Orders(self._scheduling.step(scheduled, time.monotonic(), tokens))
 
@@ -174,6 +198,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduling.loaded(request_id, leading, seconds, now)
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._residents is not None:
+            self._residents.finished(request.request_id, block_ids)
         if self._scheduling is not None:
             self._scheduling.finished(request.request_id)
         return False, None
@@ -181,7 +207,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids)
+        return self.request_finished(request, block_ids[0])
 
     # ---- workers
 
@@ -248,6 +274,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._lookups is not None:
             self._lookups.close()
             self._lookups, self._scheduling = None, None
+        if self._residents is not None:
+            self._residents.close()
 
     # ---- parts
 

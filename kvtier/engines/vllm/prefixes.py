@@ -17,6 +17,7 @@ class PrefixHashes(Sequence[int]):
     def __init__(self, root: bytes, tokens: Sequence[int], block_tokens: int) -> None:
         """`tokens` is read anew at each question and may only grow."""
         self._key = root
+        self._keys: list[bytes] = []
         self._tokens = tokens
         self._block_tokens = block_tokens
         self._hashes: list[int] = []
@@ -33,6 +34,11 @@ class PrefixHashes(Sequence[int]):
         self._catch_up()
         return self._hashes[at]
 
+    def key(self, at: int) -> bytes:
+        """The whole prefix key of a block. IndexError for one that is not whole yet."""
+        self._catch_up()
+        return self._keys[at]
+
     def _catch_up(self) -> None:
         done = len(self._hashes) * self._block_tokens
         whole = len(self._tokens) // self._block_tokens * self._block_tokens
@@ -40,5 +46,6 @@ class PrefixHashes(Sequence[int]):
             return
         new = np.asarray(self._tokens[done:whole], np.uint32)
         keys = prefix_keys(self._key, new, self._block_tokens)
-        self._key = bytes(keys.key(len(keys) - 1))
+        self._keys += [bytes(keys.key(block)) for block in range(len(keys))]
+        self._key = self._keys[-1]
         self._hashes += keys.hashes.tolist()

@@ -40,6 +40,8 @@ class Settings:
     """Deadline of a load; past it, the rest is recomputed."""
     staging_bytes: int = 256 << 20
     """Memory for blocks on their way to the store; where it is full, blocks are not saved."""
+    residents: str = ""
+    """Folder of the sockets at which bridges are told what is resident; empty: none."""
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""

@@ -35,6 +35,9 @@ class EngineSection:
     """Where it publishes events; rank r of several does so r ports further on."""
     replay: str | None = None
     """Where it answers for its last events; not set: nowhere, and what is lost stays lost."""
+    residents: Path | None = None
+    """Folder where the engine's kvtier connector tells what is resident (its setting of this name);
+    with it `events` and `replay` are only what is fallen back to."""
     ranks: int = 1
     """Data-parallel ranks."""
     topic: str = ""
@@ -85,6 +88,10 @@ class EngineSection:
                 f"{endpoint} is another machine, and anybody there could pose as the engine: run "
                 "the bridge beside it, or set insecure"
             )
+
+    def feed_path(self, rank: int) -> Path | None:
+        """The socket of rank `rank`'s connector; None: it is not to be listened to."""
+        return None if self.residents is None else self.residents / f"residents-{rank}.sock"
 
     def endpoints(self, rank: int) -> tuple[str, str | None]:
         """Where rank `rank` publishes, and where it answers."""

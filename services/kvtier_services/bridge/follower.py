@@ -11,11 +11,13 @@ from typing import Final
 
 from kvtier.core.engine_holdings import EngineHoldings, KnownKeys
 from kvtier.core.engine_sequence import SequenceTracker
+from kvtier.core.identity import chain_root
 from kvtier.core.model_card import ModelCard
 from kvtier.telemetry.logs import EventLog
 from kvtier_services.bridge.config import BridgeConfig
+from kvtier_services.bridge.feed import FeedSocket
 from kvtier_services.bridge.memory import BridgeMemory
-from kvtier_services.bridge.rank import Announcer, Doors, EngineRank
+from kvtier_services.bridge.rank import Announcer, Doors, EngineRank, FeedTerms
 from kvtier_services.bridge.sockets import RankAddress, Wire
 
 LOG: Final = EventLog("kvtier_services.bridge")
@@ -52,6 +54,8 @@ class Follower:
         addresses = [RankAddress(*engine.endpoints(n), engine.topic) for n in range(engine.ranks)]
         self._addresses = addresses
         self._wire: Wire | None = None
+        paths = {n: engine.feed_path(n) for n in range(engine.ranks)}
+        self.feeds = {n: FeedSocket(path) for n, path in paths.items() if path is not None}
         self.ranks = [self._rank(n, card, speaking) for n in range(engine.ranks)]
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bridge", daemon=True)
@@ -89,6 +93,7 @@ class Follower:
                 join=partial(speaking.join, number),
                 leave=partial(speaking.leave, number),
             ),
+            FeedTerms(chain_root(card.pool, None, None), self._config.memory.residents_max),
         )
 
     def _ask_replay(self, number: int, from_seq: int) -> None:
@@ -103,10 +108,12 @@ class Follower:
             is_pending = False
             while not self._stopping.is_set():
                 if not is_pending:
-                    self._wire.wait(self._wait_s())
+                    self._wire.wait(self._wait_s(), [feed.fileno() for feed in self.feeds.values()])
                 is_pending = self._turn(self._wire)
         finally:
             self._wire.close()
+            for feed in self.feeds.values():
+                feed.close()
             self._save()
 
     def _wait_s(self) -> float:
@@ -123,6 +130,8 @@ class Follower:
         for rank, sockets in zip(self.ranks, wire.ranks, strict=True):
             now = self._clock()
             is_pending |= sockets.take(rank, now)
+            if rank.number in self.feeds:
+                is_pending |= self.feeds[rank.number].take(rank, now)
             rank.tick(now, engine.gone_ms / 1000, engine.probe_ms / 1000)
         if self._is_unsaved() and self._clock() >= self._saved_at + self._save_s:
             self._save()

@@ -12,11 +12,12 @@ from kvtier.core.engine_events import EventFault, Unindexed
 from kvtier.core.engine_sequence import Doubt
 from kvtier.telemetry.metrics import Label, MetricDef, MetricKind, Metrics, Readings
 from kvtier.types import Trust
+from kvtier_services.bridge.feed import FeedFault
 from kvtier_services.bridge.follower import Follower
 from kvtier_services.bridge.load import LoadReader
 from kvtier_services.bridge.memory import BridgeMemory
 from kvtier_services.bridge.publishing import Speaker
-from kvtier_services.bridge.rank import EngineRank
+from kvtier_services.bridge.rank import EngineRank, Source
 
 W = TypeVar("W", bound=StrEnum)
 
@@ -26,6 +27,14 @@ _STATES: Final = ("absent", "exact", "degraded")
 RANKS: Final = MetricDef(
     _GAUGE, "kvtier_bridge_ranks", "Ranks of the engine, by whether what they hold is known.",
     (Label("state", _STATES),),
+)  # fmt: skip
+SOURCES: Final = MetricDef(
+    _GAUGE, "kvtier_bridge_sources", "Ranks, by who says what they hold.",
+    (Label("source", tuple(source.value for source in Source)),),
+)  # fmt: skip
+FEED_FAULTS: Final = MetricDef(
+    _COUNTER, "kvtier_bridge_connector_refused_total", "Connectors not listened to, by why.",
+    (Label("reason", tuple(fault.value for fault in FeedFault)),),
 )  # fmt: skip
 DOUBTS: Final = MetricDef(
     _GAUGE, "kvtier_bridge_doubts", "Ranks of which it is not known what they hold, by reason.",
@@ -75,8 +84,8 @@ PUBLISHED: Final = MetricDef(
 )
 
 DEFINITIONS: Final = (
-    RANKS, DOUBTS, MESSAGES, SEQUENCE, EVENTS, UNDECODABLE, INDEXED, UNINDEXED, ODDITIES, RESIDENTS,
-    PENDING, KNOWN, MEMORY, UNSAVED, PUBLISHED, LOAD_FAILURES,
+    RANKS, SOURCES, FEED_FAULTS, DOUBTS, MESSAGES, SEQUENCE, EVENTS, UNDECODABLE, INDEXED,
+    UNINDEXED, ODDITIES, RESIDENTS, PENDING, KNOWN, MEMORY, UNSAVED, PUBLISHED, LOAD_FAILURES,
 )  # fmt: skip
 
 
@@ -106,7 +115,12 @@ def read_from(metrics: Metrics, parts: Parts) -> None:
 
     pull = metrics.pull
     pull(RANKS, states)
-    pull(DOUBTS, lambda: each(Doubt, lambda rank, doubt: doubt in rank.tracker.doubts))
+    pull(SOURCES, lambda: each(Source, lambda rank, source: rank.source is source))
+    pull(FEED_FAULTS, lambda: [
+        ((fault.value,), sum(feed.faults[fault] for feed in follower.feeds.values()))
+        for fault in FeedFault
+    ])  # fmt: skip
+    pull(DOUBTS, lambda: each(Doubt, lambda rank, doubt: doubt in rank.doubts))
     pull(MESSAGES, lambda: [
         (("applied",), total(lambda rank: rank.tracker.counts.applied)),
         (("replayed",), total(lambda rank: rank.tracker.counts.replayed)),

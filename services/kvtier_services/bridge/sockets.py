@@ -171,9 +171,13 @@ class Wire:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.ranks = [RankSockets(self._context, address) for address in addresses]
 
-    def wait(self, longest_s: float) -> None:
-        """Return when something has come, or after `longest_s`. Blocks without the GIL."""
+    def wait(self, longest_s: float, others: Sequence[int | None] = ()) -> None:
+        """Return when something has come, here or at the descriptors `others` (None: there is
+        none), or after `longest_s`. Blocks without the GIL."""
         poller = zmq.Poller()
+        for descriptor in others:
+            if descriptor is not None:
+                poller.register(descriptor, zmq.POLLIN)
         for rank in self.ranks:
             for socket in rank.sockets():
                 poller.register(socket, zmq.POLLIN)
