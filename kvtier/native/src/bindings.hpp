@@ -10,6 +10,7 @@ void bind_version(nanobind::module_& m);
 void bind_chain(nanobind::module_& m);
 void bind_checksum(nanobind::module_& m);
 void bind_copy(nanobind::module_& m);
+void bind_file_copy(nanobind::module_& m);
 void bind_slots(nanobind::module_& m);
 void bind_arena(nanobind::module_& m);
 void bind_instances(nanobind::module_& m);

@@ -10,6 +10,7 @@ NB_MODULE(_native, m) {
   kvtier::bind_chain(m);
   kvtier::bind_checksum(m);
   kvtier::bind_copy(m);
+  kvtier::bind_file_copy(m);
   kvtier::bind_slots(m);
   kvtier::bind_arena(m);
   kvtier::bind_instances(m);

@@ -28,13 +28,13 @@ from kvtier.core.frame import (
 )
 from kvtier.errors import FrameError, FrameFault
 from kvtier.ports import GetRequest
+from kvtier.tiers.nvme.cached import copy_cached, is_mapped, present_cached, warm
 from kvtier.tiers.nvme.lanes import Call
 from kvtier.tiers.nvme.layout import Place, aligned_frame, aligned_pages
 
 _SUFFIX: Final = ".segment"
 _STAGE_BYTES: Final = 8 << 20
 _STREAMS: Final = 2
-_UNCACHED: Final = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS})
 _NO_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
 RUN_BYTES: Final = _STAGE_BYTES
 """Of one write, but for a frame that is longer."""
@@ -126,18 +126,21 @@ class Segment:
         """Fill the parts from the disk, and return how many bytes there were.
 
         The kernel reads ahead, in large pages, where it sees one stream from front to back: readers
-        of even and odd numbers have a descriptor each, and `read_cached` has one of its own.
+        of even and odd numbers have a descriptor each, and what is cached has one of its own.
         """
         return os.preadv(self._reading[1 + reader % _STREAMS], parts, offset)
 
-    def read_cached(self, parts: Sequence[memoryview], offset: int) -> int:
-        """As `read`, but only what the page cache has: never waits for the disk."""
-        try:
-            return os.preadv(self._reading[0], parts, offset, os.RWF_NOWAIT)
-        except OSError as error:
-            if error.errno in _UNCACHED:
-                return 0
-            raise
+    def copy_cached(self, head: memoryview, body: memoryview, offset: int) -> int | None:
+        """See `kvtier.tiers.nvme.cached.copy_cached`."""
+        return copy_cached(self._reading[0], offset, head, body)
+
+    def warm(self, offset: int, size: int, reader: int) -> bool:
+        """See `kvtier.tiers.nvme.cached.warm`."""
+        return warm(self._reading[1 + reader % _STREAMS], offset, size)
+
+    def has_cached(self, offset: int) -> bool:
+        """Whether the page cache has this byte."""
+        return present_cached(self._reading[0], offset, [memoryview(bytearray(1))]) == 1
 
     def _close_if_unused(self) -> None:
         if self._retired and not self._holds:
@@ -320,16 +323,15 @@ class Reader:
         if request.payload_bytes not in {None, place.payload_bytes}:
             return _refute(segment, place, _expected(request))
         if request.into is None:  # memory that nobody else knows of
-            payload = memoryview(bytearray(place.payload_bytes))
-            header = memoryview(bytearray(HEADER_BYTES))
-            present = segment.read(_parts(header, payload), place.offset, self._number)
-            _require_whole(present, place)
-            return Found(_verified(task, header, checksum(payload)), payload)
+            return self._read_into_own(task)
         if request.into.nbytes < place.payload_bytes:
             raise ShortBufferError
         payload = _flat(request.into)[: place.payload_bytes]
         with call.touching():
             found = self._read_cached(task, payload)
+        if found is None and segment.warm(place.offset, place.frame_bytes, self._number):
+            with call.touching():
+                found = self._read_cached(task, payload)
         if found is not None:
             return found
         memory = self._sized(place.frame_bytes)
@@ -340,18 +342,31 @@ class Reader:
             taken = copy_checksum(payload, copied)
         return Found(_verified(task, header, taken), payload)
 
+    def _read_into_own(self, task: Task) -> Found:
+        """Into memory that becomes the caller's."""
+        segment, place = task.segment, task.place
+        payload = memoryview(bytearray(place.payload_bytes))
+        found = self._read_cached(task, payload)
+        if found is None and segment.warm(place.offset, place.frame_bytes, self._number):
+            found = self._read_cached(task, payload)
+        if found is not None:
+            return found
+        header = memoryview(bytearray(HEADER_BYTES))
+        present = segment.read(_parts(header, payload), place.offset, self._number)
+        _require_whole(present, place)
+        return Found(_verified(task, header, checksum(payload)), payload)
+
     def _read_cached(self, task: Task, payload: memoryview) -> Found | None:
-        """Into the caller's memory, without waiting; None where the page cache lacks some of it."""
+        """Without waiting for the disk; None where the page cache lacks some of it."""
         segment, place = task.segment, task.place
         header = memoryview(bytearray(HEADER_BYTES))
         end = place.offset + place.frame_bytes
-        if not self._was_cached and not segment.read_cached([header[:1]], end - 1):
+        is_doubtful = not self._was_cached and not is_mapped(place.frame_bytes)
+        if is_doubtful and not segment.has_cached(end - 1):
             return None  # most likely; to copy half of it for nothing is dear
-        present = segment.read_cached(_parts(header, payload), place.offset)
-        self._was_cached = present == place.frame_bytes
-        if present < place.frame_bytes:
-            return None
-        return Found(_verified(task, header, checksum(payload)), payload)
+        taken = segment.copy_cached(header, payload, place.offset)
+        self._was_cached = taken is not None
+        return None if taken is None else Found(_verified(task, header, taken), payload)
 
     def _sized(self, size: int) -> memoryview:
         if size > self._memory.nbytes:
