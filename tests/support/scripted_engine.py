@@ -103,7 +103,7 @@ class ScriptedGeneration:
                 raise step
             elif count is None:
                 bare = tuple(GeneratedToken(token.token_id) for token in step.tokens)
-                yield TokenDelta(bare, step.finish, step.cached)
+                yield TokenDelta(bare, step.finish, step.cached, step.stored)
             else:
                 cut = tuple(
                     GeneratedToken(token.token_id, token.logprob, token.top[:count])

@@ -41,7 +41,12 @@ from kvtier_services.worker.l2.port import (
 )
 from kvtier_services.worker.offload import OffloadTerms
 from kvtier_services.worker.pace import PacePolicy
-from kvtier_services.worker.requests import CachedTokens, FinishReason, GenerationRequest
+from kvtier_services.worker.requests import (
+    CachedTokens,
+    FinishReason,
+    GenerationRequest,
+    Stored,
+)
 from kvtier_services.worker.scheduler import SchedulerLimits
 
 GREEDY = SamplingTerms(temperature=0.0)
@@ -251,6 +256,7 @@ class Told:
     tokens: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     cached: CachedTokens | None = None
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True)
@@ -364,6 +370,7 @@ class Rig:
             tops = self.tops.setdefault(delivery.number, [])
             tops += [token.top for token in delivery.delta.tokens]
             told.finish = delivery.delta.finish
+            told.stored = delivery.delta.stored
             if delivery.delta.cached is not None:
                 assert told.cached is None, "cached tokens told twice"
                 told.cached = delivery.delta.cached

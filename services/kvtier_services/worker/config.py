@@ -9,6 +9,7 @@ from kvtier.core.planner import WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.limits import BLOCK_TOKENS_MAX, QUEUED_REQUESTS_MAX, STORE_DEADLINE_MS_MAX
 from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig
+from kvtier.types import Role
 from kvtier_services.worker.http.settings import EndpointSettings
 
 _MIB = 1 << 20
@@ -166,6 +167,8 @@ class WorkerConfig(Root):
     """Name of this worker in the fleet; not set: the host's name and the port."""
     node: str | None = None
     """Name of the machine, as its store says it; not set: the host's name."""
+    role: Role = Role.BOTH
+    """both, prefill or decode: which half of split requests routers send here. It refuses none."""
     zone: str = ""
     """Failure or network zone, for routers."""
     model: ModelSection = field(default_factory=ModelSection)

@@ -253,12 +253,16 @@ class EngineCore:
         self.counts.prompt_tokens += len(terms.prompt_tokens)
         self.scheduler.add(request)
         if self.offload is not None:
+            if request.is_prefill:
+                self.offload.prefills.begin(request)
             self.offload.look(request, self._clock(), waits=True)
         return request.number
 
     def cancel(self, number: int) -> None:
         """End a request: what it holds is free now, or when its load has ended. Idempotent."""
         request = self._requests.get(number)
+        if self.offload is not None:
+            self.offload.prefills.cancel(number)
         if request is not None:
             self.counts.cancelled += 1
             self._end(request)
@@ -281,10 +285,11 @@ class EngineCore:
         self._begin(plan, now)
         if not plan.parts:
             self._after(now)
-            return StepDone((), Idle(self._wake_at(now)))
+            return StepDone(tuple(self._settled()), Idle(self._wake_at(now)))
         record, deliveries = self._run(plan)
         self._tell_changes()
         self._after(self._clock())
+        deliveries += self._settled()
         return StepDone(
             tuple(deliveries), None, record.seconds, record.decodes_count, record.prefill_tokens
         )
@@ -346,9 +351,8 @@ class EngineCore:
         now = self._clock()
         for part in plan.parts:
             self._computed(part, now)
-        deliveries = [
-            self._take(part.request, token) for part, token in zip(last, sampled, strict=True)
-        ]
+        taken = [self._take(part.request, token) for part, token in zip(last, sampled, strict=True)]
+        deliveries = [delivery for delivery in taken if delivery is not None]
         seconds = now - began
         context = sum(contexts) // len(contexts) if contexts else 0
         record = StepRecord(decodes, prefill, context, seconds)
@@ -374,10 +378,12 @@ class EngineCore:
         if self.offload is not None and request.sealed_blocks > before:
             self.offload.sealed(request, before, request.sealed_blocks, now)
 
-    def _take(self, request: Request, token: Sampled) -> Delivery:
-        """Give a request its next token, and end it where that was the last."""
+    def _take(self, request: Request, token: Sampled) -> Delivery | None:
+        """Give a request its next token, and end it where that was the last; None for a prefill
+        half, which is told when its blocks are below."""
         request.append(token.token_id)
         self.counts.generated_tokens += 1
+        now = self._clock()
         finish = self._finish(request, token.token_id)
         cached = None
         if not request.cached_told:
@@ -387,7 +393,17 @@ class EngineCore:
         if finish is not None:
             self.counts.finished += 1
             self._end(request)
-        return Delivery(request.number, TokenDelta((generated,), finish, cached))
+        delta = TokenDelta((generated,), finish, cached)
+        if finish is not None and request.is_prefill and self.offload is not None:
+            self.offload.prefills.computed(request, delta, now)
+            return None
+        return Delivery(request.number, delta)
+
+    def _settled(self) -> list[Delivery]:
+        """Prefill halves whose blocks are below, as far as they will be."""
+        if self.offload is None:
+            return []
+        return [Delivery(*told) for told in self.offload.prefills.take(self._clock())]
 
     def _finish(self, request: Request, token_id: int) -> FinishReason | None:
         terms = request.terms

@@ -204,6 +204,7 @@ def _offload_terms(section: OffloadSection, model: Served) -> OffloadTerms:
         in_flight_bytes_max=section.in_flight_bytes_max,
         lookup_s_max=section.lookup_ms_max / 1000,
         load_s_max=section.load_ms_max / 1000,
+        prefill_wait_s_max=section.save_deadline_ms / 1000,
     )
 
 
@@ -223,6 +224,7 @@ def _identity(config: WorkerConfig, model: Served, port: int) -> Identity:
         blocks_count=model.machine.pool.blocks_counts[0],
         block_bytes=model.machine.runner.geometry.block_bytes(0),
         version=__version__,
+        role=config.role,
     )
 
 

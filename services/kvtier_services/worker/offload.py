@@ -30,6 +30,7 @@ from kvtier_services.worker.l2.port import (
     Saved,
     Ticket,
 )
+from kvtier_services.worker.l2.prefills import Prefills
 from kvtier_services.worker.l2.saving import Haste, SaveBook, SaveItem, SaveLimits, block_name
 from kvtier_services.worker.l2.tickets import Tickets
 from kvtier_services.worker.l2.writing import WritePorts, Writes
@@ -57,6 +58,8 @@ class OffloadTerms:
     lookup_s_min: float = 0.02
     lookup_s_max: float = 0.1
     load_s_max: float = 5.0
+    prefill_wait_s_max: float = 5.0
+    """How long a prefill half waits for its blocks to be written."""
     window_namespaces: tuple[Fingerprint, ...] = ()
     """Of the layer groups after the first."""
 
@@ -121,6 +124,9 @@ class Offload:
             below, transfer, scheduler, advisor, self.saves, self._tickets, namespaces
         )
         self._loads = Loads(ports, terms.load_s_max)
+        self.prefills = Prefills(
+            self.saves, len(namespaces), self._block_tokens, terms.prefill_wait_s_max
+        )
         self.lookups = LookupCounts()
 
     @property
@@ -149,6 +155,7 @@ class Offload:
         resume_at = self.saves.next_at(now)
         if resume_at is not None:
             times.append(resume_at)
+        times += self.prefills.deadlines()
         if self._writes.is_gathering or self._loads.waits_for_room:
             times.append(now + _POLL_S)
         return min(times, default=None)
@@ -158,10 +165,11 @@ class Offload:
     def look(self, request: Request, now: float, *, waits: bool) -> None:
         """Ask what the tiers below have of a request beyond L1; `waits`: it is not admitted before.
 
-        Asks nothing where L1 has all of it, or nothing could come of it.
+        Asks nothing where L1 has all of it, or nothing could come of it. Of a prefill half it asks
+        for all: what is said to be below must be there now, whatever was written once.
         """
         keys = request.chain.keys[: (len(request.tokens) - 1) // self._block_tokens]
-        hit = self._blocks.match(keys)
+        hit = 0 if request.is_prefill else self._blocks.match(keys)
         count = min(len(keys) - hit, TIER_BATCH_BLOCKS_MAX // len(self._namespaces))
         if count <= 0:
             return
@@ -199,12 +207,12 @@ class Offload:
 
     def reused(self, request: Request, hit_blocks: int, now: float) -> None:
         """A request began with blocks of L1."""
-        if self._terms.write_policy is WritePolicy.ON_REUSE:
+        if self._terms.write_policy is WritePolicy.ON_REUSE or request.is_prefill:
             self._offer(request, 0, hit_blocks, now)
 
     def sealed(self, request: Request, start: int, stop: int, now: float) -> None:
         """Blocks start .. stop - 1 of a request were computed and are full."""
-        if self._terms.write_policy is WritePolicy.ON_SEAL:
+        if self._terms.write_policy is WritePolicy.ON_SEAL or request.is_prefill:
             self._offer(request, start, stop, now)
         elif self._terms.write_policy is WritePolicy.ON_EVICT:
             scope = scope_of(request)
@@ -266,6 +274,9 @@ class Offload:
         for group, sources in enumerate(below):
             found = zip(keys, sources, strict=True)
             self.saves.know(block_name(group, key) for key, source in found if source is not None)
+            if request.is_prefill:
+                absent = zip(keys, sources, strict=True)
+                self.saves.doubt(block_name(group, key) for key, source in absent if source is None)
         if request.phase is Phase.WAITING:
             request.below, request.below_from = below, start
 
@@ -283,6 +294,8 @@ class Offload:
         """Whether the next step may evict what waits to be written."""
         if not self.saves.backlog_count:
             return Haste.GATHER
+        if self.prefills.is_busy:
+            return Haste.NOW
         for group in range(len(self._namespaces)):
             usage = self._blocks.usage(group)
             wanted = self._scheduler.blocks_taken_max - usage.free_count

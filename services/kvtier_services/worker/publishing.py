@@ -10,7 +10,7 @@ from kvtier.core.model_card import ModelCard
 from kvtier.publisher import Publisher
 from kvtier.sections import DialConfig
 from kvtier.telemetry.logs import EventLog
-from kvtier.types import Fingerprint, HolderKind, InstanceId, NodeId, Tier
+from kvtier.types import Fingerprint, HolderKind, InstanceId, NodeId, Role, Tier
 
 LOG = EventLog("kvtier_services.worker")
 
@@ -30,6 +30,7 @@ class Identity:
     blocks_count: int
     block_bytes: int
     version: str
+    role: Role = Role.BOTH
 
     def holder(self) -> HolderInfo:
         """The description that a Hello carries."""
@@ -45,6 +46,7 @@ class Identity:
             addresses=Addresses(http=self.http_address),
             engine="kvtier",
             engine_version=self.version,
+            role=self.role,
             capacities=(capacity,),
             block_bytes=self.block_bytes,
         )

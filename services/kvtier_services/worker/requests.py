@@ -31,6 +31,15 @@ class FinishReason(StrEnum):
     """`tokens_max` tokens were generated, or the context is full."""
 
 
+class Purpose(StrEnum):
+    """What a request is for."""
+
+    GENERATE = "generate"
+    PREFILL = "prefill"
+    """The first half of a split request: its whole blocks are written to the store at once, and
+    the last delta, which says what the store has, comes when they are there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate: a prompt of token ids and the terms of its continuation.
@@ -52,6 +61,7 @@ class GenerationRequest:
     priority: int = 0
     retention: RetentionPlan | None = None
     logprobs_count: int | None = None
+    purpose: Purpose = Purpose.GENERATE
 
     def __post_init__(self) -> None:
         require_name("request_id", self.request_id)
@@ -100,16 +110,28 @@ class GeneratedToken:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of the blocks of a prefill half."""
+
+    tokens: int
+    """From the first on, in whole blocks, that the tiers below are known to have."""
+    waited_s: float
+    """From the last token computed until that was known."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """What one step added to one generation.
 
-    `cached` stands in the first delta and in no other. `finish` stands in the last delta and in no
+    `cached` stands in the first delta and in no other. `stored` stands in the last delta of a
+    prefill half whose worker has tiers below. `finish` stands in the last delta and in no
     other; every generation that was not cancelled ends in one, or in a raised KvtierError.
     """
 
     tokens: tuple[GeneratedToken, ...]
     finish: FinishReason | None = None
     cached: CachedTokens | None = None
+    stored: Stored | None = None
 
 
 class Generation(Protocol):

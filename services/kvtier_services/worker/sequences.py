@@ -14,7 +14,7 @@ from kvtier.core.frame import FrameName, KeyKind, frame_names
 from kvtier.core.keys import KEY_BYTES, prefix_keys
 from kvtier.types import Fingerprint, PrefixKey, Source
 from kvtier_services.worker.l2.port import LoadRun
-from kvtier_services.worker.requests import CachedTokens, GenerationRequest
+from kvtier_services.worker.requests import CachedTokens, GenerationRequest, Purpose
 
 
 class Phase(Enum):
@@ -104,6 +104,11 @@ class Request:
     def rank(self) -> tuple[int, int]:
         """Lower is more important: priority as the client has it, then age."""
         return self.terms.priority, self.number
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is the first half of a split request."""
+        return self.terms.purpose is Purpose.PREFILL
 
     @property
     def is_loading(self) -> bool:

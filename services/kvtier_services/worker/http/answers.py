@@ -44,11 +44,18 @@ class Answering:
     """The usage says from which tiers cached tokens came."""
     headers: Mapping[str, str]
     """Of the answer."""
+    elsewhere_tokens: int = 0
+    """Of the prompt, computed for this request by another worker."""
     begun_at: float = field(default_factory=time.monotonic)
 
     def usage(self) -> JsonObject:
         terms = self.prepared.terms
-        return usage_of(self.prepared.choices, terms.choices_count, explained=self.explained)
+        return usage_of(
+            self.prepared.choices,
+            terms.choices_count,
+            explained=self.explained,
+            elsewhere_tokens=self.elsewhere_tokens,
+        )
 
 
 class BrokenStreamError(Exception):

@@ -32,6 +32,12 @@ from kvtier_services.worker.http.errors import (
 )
 from kvtier_services.worker.http.health import HealthGate
 from kvtier_services.worker.http.metrics import TABLE, EndpointMetrics
+from kvtier_services.worker.http.prefilling import (
+    PREFILL_HEADER,
+    PREFILLED_HEADER,
+    Prefiller,
+    prefilled_tokens,
+)
 from kvtier_services.worker.http.preparing import (
     Limits,
     Prepare,
@@ -143,6 +149,7 @@ class _Endpoint:
         self._metrics = EndpointMetrics(page)
         self.gate = Gate(settings, self._metrics)
         self._answerer = Answerer(engine, settings, self._metrics)
+        self._prefiller = Prefiller(engine, settings, self._metrics)
         self._gate = HealthGate(engine, settings)
         self._limits = Limits(engine.card, engine.context_tokens, engine.vocab_size)
         self._fingerprint = fingerprint_of(engine.card)
@@ -212,9 +219,13 @@ class _Endpoint:
             model=prepared.terms.model,
             fingerprint=self._fingerprint,
         )
+        if request.headers.get(PREFILL_HEADER) == "1":
+            return await self._prefiller.answer(prepared, envelope)
         explained = request.headers.get(EXPLAIN_HEADER) == "1"
+        elsewhere = prefilled_tokens(request.headers.get(PREFILLED_HEADER))
         request_id = _request_id(request, answer_id)
-        job = Answering(prepared, envelope, explained, {REQUEST_ID_HEADER: request_id})
+        headers = {REQUEST_ID_HEADER: request_id}
+        job = Answering(prepared, envelope, explained, headers, elsewhere)
         response = await self._answerer.answer(request, job)
         _log.debug(
             "answered",

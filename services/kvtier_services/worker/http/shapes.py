@@ -197,15 +197,18 @@ class Envelope:
         }
 
 
-def usage_of(choices: Sequence[Choice], choices_count: int, *, explained: bool) -> JsonObject:
+def usage_of(
+    choices: Sequence[Choice], choices_count: int, *, explained: bool, elsewhere_tokens: int = 0
+) -> JsonObject:
     """Count tokens: prompts once each, however many choices (`choices_count`) each has.
 
-    With `explained`, an object `kvtier` says from which tier cached tokens came.
+    What another worker computed for this request (`elsewhere_tokens`) was not cached. With
+    `explained`, an object `kvtier` says from which tier cached tokens came.
     """
     firsts = choices[::choices_count]
     prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
-    cached = sum(choice.cached.total for choice in firsts)
+    cached = max(0, sum(choice.cached.total for choice in firsts) - elsewhere_tokens)
     usage: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

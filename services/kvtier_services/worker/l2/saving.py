@@ -127,6 +127,14 @@ class SaveBook:
         """Whether a block waits to be written."""
         return name in self._backlog
 
+    def is_pending(self, name: bytes) -> bool:
+        """Whether a block waits to be written, or is being written."""
+        return name in self._backlog or name in self._in_flight
+
+    def knows(self, name: bytes) -> bool:
+        """Whether the store is believed to have a block."""
+        return name in self._known
+
     def know(self, names: Iterable[bytes]) -> None:
         """The store has these blocks: they need not be written. The oldest are forgotten first."""
         for name in names:
