@@ -8,7 +8,8 @@ import json
 import os
 import random
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 from tests.harness.ports import free_port
 from tests.harness.processes import Launch, Process, ProcessRunner
 from tests.harness.readiness import http_ready
+from tests.harness.waiting import eventually
 
 PYTHON = os.environ.get("KVTIER_VLLM_PYTHON", "")
 WHY_NOT = "KVTIER_VLLM_PYTHON does not name a Python with vLLM: see make test-vllm"
 BLOCK_TOKENS = 32
 START_S = 240.0
 ANSWER_S = 300.0
+LOAD_MS = 10_000
 LOGIT_GAP = 1e-4
 """Two tokens whose log probabilities are nearer than this may change places between runs."""
 
@@ -68,6 +71,12 @@ class VllmServer:
         return Answer(tuple(choice["token_ids"]), details.get("cached_tokens") or 0, tuple(gaps))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A call that is answered in JSON, or with nothing."""
+        parsed: dict[str, Any] = json.loads(self.order(path, body) or b"{}")
+        return parsed
+
+    def order(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """A call; fails on any status but 200."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
         try:
             headers = {"Content-Type": "application/json"}
@@ -77,8 +86,7 @@ class VllmServer:
         finally:
             connection.close()
         assert reply.status == 200, text
-        parsed: dict[str, Any] = json.loads(text or b"{}")
-        return parsed
+        return text
 
     def forget(self) -> None:
         """Drop what it has cached itself."""
@@ -95,6 +103,21 @@ class VllmServer:
         found = re.findall(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
         return sum(map(float, found))
 
+    def count(self, name: str) -> float:
+        """What the connector counted of itself; it tells with a step, so a moment late."""
+        return self.metric(f"vllm:kvtier_{name}_total")
+
+    def gained(self, name: str, before: float, by: float) -> None:
+        """Wait until a count has grown by so much; fails where it does not or grows by more."""
+        eventually(lambda: self.count(name) - before >= by, 60, f"{name} grows by {by}")
+        assert self.count(name) - before == by
+
+    def first_token_s(self, tokens: list[int]) -> float:
+        """Seconds until the first token of an answer is there."""
+        began = time.monotonic()
+        self.complete(tokens, max_tokens=1)
+        return time.monotonic() - began
+
     @property
     def loaded_tokens(self) -> float:
         """Tokens of prompts that came through the connector."""
@@ -104,20 +127,28 @@ class VllmServer:
 def launch_vllm(
     name: str,
     model: Path,
-    store: str,
+    store: str | None,
     *flags: str,
     extra: Mapping[str, Any] | None = None,
-    hash_algorithm: str = "sha256_cbor",
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[Launch, int]:
-    """How to start a server on a free port, and the port. Flags of a later place win."""
+    """How to start a server on a free port, and the port. Flags of a later place win.
+
+    Without a store it runs without our connector. A slow machine is no fault of the connector: by
+    default lookups may take long, and what is held is loaded whatever computing it would cost.
+    """
     port = free_port()
+    patient = {"lookup_ms": 5_000, "load_ms": LOAD_MS, "load": "always"}
     connector = {
         "kv_connector": "KvtierConnector",
         "kv_connector_module_path": "kvtier.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store, "model_id": "m"} | dict(extra or {}),
+        "kv_connector_extra_config": {"store": store, "model_id": "m"}
+        | patient
+        | dict(extra or {}),
     }
+    with_connector = [f"--kv-transfer-config={json.dumps(connector)}"] if store else []
     argv = [
         PYTHON,
         "-m",
@@ -130,21 +161,23 @@ def launch_vllm(
         "--max-model-len=4096",
         "--enforce-eager",
         f"--block-size={BLOCK_TOKENS}",
-        f"--prefix-caching-hash-algo={hash_algorithm}",
+        "--prefix-caching-hash-algo=sha256_cbor",
         "--enable-prompt-tokens-details",
-        f"--kv-transfer-config={json.dumps(connector)}",
+        *with_connector,
         *flags,
     ]
-    environment = {
+    variables = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "2",
+        # One thread each, wherever: two that wait for each other stand still on a busy machine.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "DO_NOT_TRACK": "1",
-    }
+    } | dict(environment or {})
     ready = http_ready(f"http://127.0.0.1:{port}/health")
-    return Launch(name, argv, ready, START_S, environment), port
+    return Launch(name, argv, ready, START_S, variables), port
 
 
 def start_vllm(runner: ProcessRunner, *launches: tuple[Launch, int]) -> list[VllmServer]:
@@ -155,7 +188,28 @@ def start_vllm(runner: ProcessRunner, *launches: tuple[Launch, int]) -> list[Vll
     ]
 
 
-def prompt(seed: int, tokens: int) -> list[int]:
+def prompt(seed: int, tokens: int, ids: range = range(1_000, 40_000)) -> list[int]:
     """Token ids that no other seed begins with."""
     rng = random.Random(seed)
-    return [rng.randrange(1_000, 40_000) for _ in range(tokens)]
+    return [rng.choice(ids) for _ in range(tokens)]
+
+
+def whole(tokens: Sequence[int]) -> int:
+    """How many of them lie in whole blocks."""
+    return len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def stored_by(server: VllmServer, tokens: list[int], max_tokens: int = 32, **fields: Any) -> Answer:
+    """A server's answer to a prompt that it computes, once all whole blocks are in the store.
+
+    It asks the server itself, which loads what it has forgotten.
+    """
+    answer = server.complete(tokens, max_tokens, **fields)
+    assert answer.cached_tokens == 0
+
+    def has_all() -> bool:
+        server.forget()
+        return server.complete(tokens, 1, **fields).cached_tokens >= whole(tokens)
+
+    eventually(has_all, 120, "the blocks are in the store")
+    return answer

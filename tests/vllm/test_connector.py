@@ -1,23 +1,28 @@
 """Our connector inside real vLLM servers: what one computed another loads, whatever the store does.
 
-Runs in `make test-vllm`; skipped where there is no vLLM.
+Runs in `make test-vllm`; skipped where there is no vLLM. The tests share two servers and a store,
+and run in order: the first begins before there is a store.
 """
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from tests.harness.diskshim import DiskAction, DiskFault, DiskOp, DiskRule, DiskShim
 from tests.harness.processes import ProcessRunner
+from tests.harness.rights import requires_diskshim
 from tests.harness.toml_text import TomlTable
 from tests.harness.waiting import eventually
 from tests.support.paged_models import smollm2
-from tests.support.store_cluster import MIB, StoreProcess, start_store
+from tests.support.store_cluster import MIB, StoreProcess, store_launch
 from tests.support.vllm_servers import (
     BLOCK_TOKENS,
+    LOAD_MS,
     PYTHON,
     WHY_NOT,
     Answer,
@@ -25,6 +30,8 @@ from tests.support.vllm_servers import (
     launch_vllm,
     prompt,
     start_vllm,
+    stored_by,
+    whole,
 )
 
 if not PYTHON:
@@ -36,28 +43,47 @@ DRAM: TomlTable = {"bytes_max": 512 * MIB, "slab_bytes": 64 * MIB, "blocks_max":
 NVME: TomlTable = {"bytes_max": 2048 * MIB, "write_policy": "on_seal"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rig:
-    """Two servers of one model on one store."""
+    """Two servers of one model on one store, which begins when it is asked for."""
 
     a: VllmServer
     b: VllmServer
-    store: StoreProcess
     directory: Path
     model: Path
     runner: ProcessRunner
+    shim: DiskShim
+    started: StoreProcess | None = None
+
+    @property
+    def socket(self) -> str:
+        return f"unix:{self.directory / 'store' / 'run' / 'store.sock'}"
+
+    @property
+    def store(self) -> StoreProcess:
+        """The store, started at the first question."""
+        if self.started is None:
+            folder = self.directory / "store"
+            launch, port = store_launch(self.runner, folder, dram=DRAM, nvme=NVME)
+            launch = replace(launch, environment=self.shim.environment)
+            self.started = StoreProcess(self.runner.start(launch), port, folder / "run")
+        return self.started
+
+    def segments(self) -> list[Path]:
+        """The files that hold payload."""
+        return [p for p in (self.directory / "store").rglob("*.seg") if p.stat().st_size]
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     model = smollm2(tmp_path_factory).directory
     directory = tmp_path_factory.mktemp("vllm")
-    with ProcessRunner("vllm-connector", directory) as runner:
-        store = start_store(runner, directory / "store", dram=DRAM, nvme=NVME)
+    socket = f"unix:{directory / 'store' / 'run' / 'store.sock'}"
+    with DiskShim(directory) as shim, ProcessRunner("vllm-connector", directory) as runner:
         a, b = start_vllm(
-            runner, *(launch_vllm(name, model, store.socket) for name in ("vllm-a", "vllm-b"))
+            runner, *(launch_vllm(name, model, socket) for name in ("vllm-a", "vllm-b"))
         )
-        yield Rig(a, b, store, directory, model, runner)
+        yield Rig(a, b, directory, model, runner, shim)
 
 
 @pytest.fixture(autouse=True)
@@ -65,57 +91,74 @@ def nothing_left() -> None:
     """The servers live as long as the module: its fixture ends them."""
 
 
-def stored_by_a(rig: Rig, tokens: list[int]) -> Answer:
-    """A's answer to a prompt that it computes, once all whole blocks are in the store."""
-    answer = rig.a.complete(tokens)
-    assert answer.cached_tokens == 0
-    wanted = len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+def test_servers_without_a_store_serve_and_hit_within_seconds_of_its_appearance(rig: Rig) -> None:
+    tokens = prompt(10, 300)
+    first = rig.a.complete(tokens)
+    assert (first.cached_tokens, len(first.tokens)) == (0, 32)
+    rig.a.forget()
+    assert rig.a.complete(tokens, 1).cached_tokens == 0
+    assert rig.store.process.alive
 
-    def has_all() -> bool:
-        """B would load it: ask as B would, without computing anything else."""
+    def hits() -> bool:
         rig.a.forget()
-        return rig.a.complete(tokens, max_tokens=1).cached_tokens >= wanted
+        return rig.a.complete(tokens, 1).cached_tokens == whole(tokens)
 
-    eventually(has_all, 60, "A's blocks are in the store")
-    return answer
+    eventually(hits, 10 + 10 * rig.a.first_token_s(prompt(11, 300)), "hits after the store came")
+    assert rig.b.complete(tokens).equals(first)
+    rig.b.gained("loaded", 0, len(tokens) // BLOCK_TOKENS)
 
 
 def test_a_second_server_answers_from_what_the_first_computed(rig: Rig) -> None:
     tokens = prompt(1, 2_000)
-    first = stored_by_a(rig, tokens)
-    before = rig.b.loaded_tokens
+    first = stored_by(rig.a, tokens)
+    before = rig.b.count("loaded"), rig.b.loaded_tokens
     second = rig.b.complete(tokens)
     assert second.cached_tokens >= 0.95 * len(tokens)
-    assert rig.b.loaded_tokens - before >= 0.95 * len(tokens)
+    rig.b.gained("loaded", before[0], len(tokens) // BLOCK_TOKENS)
+    assert rig.b.loaded_tokens - before[1] >= 0.95 * len(tokens)
     assert second.equals(first)
+
+
+def test_the_first_token_of_a_loaded_prompt_is_there_in_a_tenth_of_the_cold_time(rig: Rig) -> None:
+    cold, loaded = [], []
+    for seed in range(20, 23):
+        tokens = prompt(seed, 2_000)
+        cold.append(rig.a.first_token_s(tokens))
+        stored_by_a_again(rig, tokens)
+        loaded.append(rig.b.first_token_s(tokens))
+    assert min(loaded) <= 0.10 * sorted(cold)[1], (cold, loaded)
+
+
+def stored_by_a_again(rig: Rig, tokens: list[int]) -> None:
+    """Wait until what A has computed just now is in the store."""
+
+    def has_all() -> bool:
+        rig.a.forget()
+        return rig.a.complete(tokens, 1).cached_tokens == whole(tokens)
+
+    eventually(has_all, 120, "A's blocks are in the store")
 
 
 def test_a_salt_keeps_requests_apart_and_equal_salts_share(rig: Rig) -> None:
     tokens = prompt(2, 200)
-    rig.a.complete(tokens, cache_salt="one")
-    time.sleep(1)
-    assert rig.b.complete(tokens, cache_salt="two").cached_tokens == 0
-    assert rig.b.complete(tokens).cached_tokens == 0
-
-    def is_shared() -> bool:
-        rig.b.forget()
-        return rig.b.complete(tokens, 1, cache_salt="one").cached_tokens == 192
-
-    eventually(is_shared, 30, "the salt's own blocks are found")
+    stored_by(rig.a, tokens, cache_salt="one")
+    assert rig.b.complete(tokens, 1, cache_salt="two").cached_tokens == 0
+    assert rig.b.complete(tokens, 1).cached_tokens == 0
+    assert rig.b.complete(tokens, 1, cache_salt="one").cached_tokens == whole(tokens)
 
 
 def test_a_killed_server_loads_from_the_store_when_it_is_back(rig: Rig) -> None:
     tokens = prompt(3, 600)
-    first = stored_by_a(rig, tokens)
+    first = stored_by(rig.a, tokens)
     rig.a.process.restart()
     again = rig.a.complete(tokens)
-    assert again.cached_tokens == 576
+    assert again.cached_tokens == whole(tokens)
     assert again.equals(first)
 
 
 def test_with_the_store_gone_everything_is_computed_and_it_is_found_again(rig: Rig) -> None:
     known = prompt(4, 600)
-    first = stored_by_a(rig, known)
+    first = stored_by(rig.a, known)
     rig.store.process.kill()
     assert rig.b.complete(known).equals(first)
     fresh = rig.b.complete(prompt(5, 300))
@@ -124,17 +167,102 @@ def test_with_the_store_gone_everything_is_computed_and_it_is_found_again(rig: R
 
     def hits() -> bool:
         rig.b.forget()
-        return rig.b.complete(known, 1).cached_tokens == 576
+        return rig.b.complete(known, 1).cached_tokens == whole(known)
 
-    eventually(hits, 10, "hits after the store came back")
+    eventually(hits, 10 + 10 * rig.a.first_token_s(prompt(12, 600)), "hits after it came back")
     rig.b.forget()
     assert rig.b.complete(known).equals(first)
 
 
-def test_a_frozen_store_costs_a_request_its_deadline_and_no_more(rig: Rig) -> None:
+@contextmanager
+def held_up(
+    rig: Rig, tokens: list[int], latency_us: int
+) -> Iterator[tuple[Future[Answer], DiskRule]]:
+    """B's answer to a prompt whose load is under way: the store's first read of the disk waits."""
+    rig.store.process.restart()  # so that the blocks are on disk only
+    rig.b.forget()
+    rule = rig.shim.add(
+        DiskFault(DiskOp.READ, rig.segments()[0].parent, DiskAction.LATENCY, latency_us=latency_us)
+    )
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(rig.b.complete, tokens)
+            eventually(lambda: rule.injected_count > 0, 60, "a load waits for the disk")
+            assert not answer.done()
+            yield answer, rule
+    finally:
+        rule.withdraw()
+        rig.store.process.restart()
+
+
+def cold_s(rig: Rig, seed: int) -> float:
+    """Seconds of a whole answer to a prompt of 600 tokens that nobody has."""
+    began = time.monotonic()
+    rig.b.complete(prompt(seed, 600))
+    return time.monotonic() - began
+
+
+@requires_diskshim
+def test_a_store_that_is_killed_during_a_load_costs_only_what_it_would_have_brought(
+    rig: Rig,
+) -> None:
     known = prompt(6, 600)
-    first = stored_by_a(rig, known)
-    rig.store.process.restart()  # DRAM is empty: what follows must come from the frozen process
+    first = stored_by(rig.a, known)
+    before = rig.b.count("not_loaded"), rig.b.count("loads_failed")
+    with held_up(rig, known, 60_000_000) as (answer, _):
+        began = time.monotonic()
+        rig.store.process.kill()
+        assert answer.result(300).equals(first)
+        assert time.monotonic() - began <= 3 * cold_s(rig, 60) + LOAD_MS / 1000
+    rig.b.gained("not_loaded", before[0], len(known) // BLOCK_TOKENS)
+    rig.b.gained("loads_failed", before[1], 1)
+
+
+@requires_diskshim
+def test_a_store_that_does_not_answer_a_load_costs_a_request_its_deadline_and_no_more(
+    rig: Rig,
+) -> None:
+    known = prompt(7, 600)
+    first = stored_by(rig.a, known)
+    before = rig.b.count("not_loaded"), rig.b.count("loads_failed")
+    with held_up(rig, known, 120_000_000) as (answer, _):
+        began = time.monotonic()
+        assert answer.result(300).equals(first)
+        assert time.monotonic() - began <= 3 * cold_s(rig, 70) + LOAD_MS / 1000
+    rig.b.gained("not_loaded", before[0], len(known) // BLOCK_TOKENS)
+    rig.b.gained("loads_failed", before[1], 1)
+    rig.b.forget()
+    again = rig.b.complete(known)
+    assert again.cached_tokens == whole(known)
+    assert again.equals(first)
+
+
+@requires_diskshim
+def test_blocks_that_are_corrupted_during_a_load_are_computed_and_never_used(rig: Rig) -> None:
+    known = prompt(8, 600)
+    first = stored_by(rig.a, known)
+    before = rig.b.count("not_loaded")
+    with held_up(rig, known, 5_000_000) as (answer, _):
+        for path in rig.segments():
+            corrupt(path)
+        assert answer.result(300).equals(first)
+    eventually(lambda: rig.b.count("not_loaded") > before, 60, "blocks that were not loaded")
+
+
+def corrupt(path: Path) -> None:
+    """Flip a bit in each 64 KiB of payload."""
+    with path.open("r+b") as file:
+        for at in range(4096 + 777, path.stat().st_size, 64 << 10):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 0x10]))
+
+
+def test_a_frozen_store_costs_a_request_a_lookup_and_no_more(rig: Rig) -> None:
+    known = prompt(9, 600)
+    first = stored_by(rig.a, known)
+    before = rig.b.count("lookups_unanswered")
     rig.store.process.freeze()
     try:
         rig.b.forget()
@@ -143,95 +271,59 @@ def test_a_frozen_store_costs_a_request_its_deadline_and_no_more(rig: Rig) -> No
         rig.store.process.thaw()
     assert answer.cached_tokens == 0
     assert answer.equals(first)
+    rig.b.gained("lookups_unanswered", before, 1)
 
 
-def test_corrupt_blocks_are_recomputed_and_counted(rig: Rig) -> None:
-    known = prompt(7, 600)
-    first = stored_by_a(rig, known)
-    rig.store.process.kill()
-    segments = [p for p in (rig.directory / "store").rglob("*.seg") if p.stat().st_size]
-    assert segments
-    for path in segments:
-        with path.open("r+b") as file:
-            for at in range(4096 + 777, path.stat().st_size, 64 << 10):
-                file.seek(at)
-                byte = file.read(1)
-                file.seek(at)
-                file.write(bytes([byte[0] ^ 0x10]))
-    rig.store.process.restart()
-    before = rig.b.loaded_tokens
-    rig.b.forget()
-    answer = rig.b.complete(known)
-    assert answer.equals(first)
-    assert rig.b.loaded_tokens == before or answer.cached_tokens < 576
+def test_after_a_reset_of_external_caches_nothing_of_before_is_used(rig: Rig) -> None:
+    known = prompt(30, 300)
+    first = stored_by(rig.a, known)
+    assert rig.b.complete(known, 1).cached_tokens == whole(known)
+    rig.b.order("/reset_prefix_cache?reset_external=true", {})
+    again = rig.b.complete(known)
+    assert again.cached_tokens == 0
+    assert again.equals(first)
+
+    def has_its_own() -> bool:
+        rig.b.forget()
+        return rig.b.complete(known, 1).cached_tokens == whole(known)
+
+    eventually(has_its_own, 60, "it shares with itself")
+    assert "kvtier: reset" in rig.b.process.log_text()
 
 
-def test_a_tiny_pool_preempts_and_every_answer_stays_what_it_was(rig: Rig) -> None:
-    prompts = [prompt(100 + i, 300 + 20 * i) for i in range(6)]
-    want = [rig.a.complete(tokens, 96) for tokens in prompts]
-    (tiny,) = start_vllm(
-        rig.runner,
-        launch_vllm("vllm-tiny", rig.model, rig.store.socket, "--num-gpu-blocks-override=40"),
-    )
-    try:
-        for _ in range(2):
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = list(pool.map(lambda tokens: tiny.complete(tokens, 96), prompts))
-            for answer, wanted in zip(answers, want, strict=True):
-                assert answer.equals(wanted)
-        assert tiny.metric("vllm:num_preemptions_total") > 0
-        assert tiny.loaded_tokens > 0
-    finally:
-        tiny.process.end()
+def says(server: VllmServer, text: str) -> None:
+    """Wait until it stands in the server's log."""
+    eventually(lambda: text in server.process.log_text(), 60, text)
 
 
-def test_another_engine_hits_nothing_of_ours(rig: Rig) -> None:
-    tokens = prompt(8, 300)
-    stored_by_a(rig, tokens)
-    others = start_vllm(
-        rig.runner,
-        launch_vllm("vllm-bf16", rig.model, rig.store.socket, "--dtype=bfloat16"),
-        launch_vllm("vllm-rev", rig.model, rig.store.socket, extra={"revision": "other"}),
-    )
-    try:
-        for other in others:
-            assert other.complete(tokens).cached_tokens == 0
-            assert other.loaded_tokens == 0
-    finally:
-        for other in others:
-            other.process.end()
-
-
-def test_an_engine_whose_hash_cannot_be_shared_says_so_and_serves(rig: Rig) -> None:
-    launch = launch_vllm("vllm-pickle", rig.model, rig.store.socket, hash_algorithm="sha256")
-    (other,) = start_vllm(rig.runner, launch)
-    try:
-        tokens = prompt(9, 200)
-        assert other.complete(tokens).cached_tokens == 0
-        assert "misses only: block hash 'sha256'" in other.process.log_text()
-        other.forget()
-        assert other.complete(tokens).cached_tokens == 0
-    finally:
-        other.process.end()
-
-
-def test_a_server_without_a_store_serves_and_hits_once_there_is_one(rig: Rig) -> None:
-    directory = rig.directory / "late"
-    directory.mkdir()
-    socket = f"unix:{directory / 'run' / 'store.sock'}"
-    (late,) = start_vllm(rig.runner, launch_vllm("vllm-late", rig.model, socket))
-    try:
-        tokens = prompt(10, 300)
-        first = late.complete(tokens)
-        assert first.cached_tokens == 0
-        start_store(rig.runner, directory, "store-late", dram=DRAM, nvme=NVME)
-
-        def hits() -> bool:
-            late.forget()
-            return late.complete(tokens, 1).cached_tokens == 288
-
-        eventually(hits, 10, "hits once the store is there")
-        late.forget()
-        assert late.complete(tokens).equals(first)
-    finally:
-        late.process.end()
+def test_other_engines_hit_nothing_of_ours_and_say_in_what_they_differ(rig: Rig) -> None:
+    tokens = prompt(31, 300)
+    stored_by(rig.a, tokens)
+    flags = {
+        "KV dtype bfloat16 here, float32 there": ("--dtype=bfloat16",),
+        "block size 64 here": ("--block-size=64",),
+        "misses only: block hash 'sha256'": ("--prefix-caching-hash-algo=sha256",),
+        "revision other here": (),
+    }
+    for pair in (list(flags)[:2], list(flags)[2:]):
+        servers = start_vllm(
+            rig.runner,
+            *(
+                launch_vllm(
+                    f"vllm-other-{list(flags).index(said)}",
+                    rig.model,
+                    rig.socket,
+                    *flags[said],
+                    extra={"revision": "other"} if "revision" in said else {},
+                )
+                for said in pair
+            ),
+        )
+        try:
+            for said, server in zip(pair, servers, strict=True):
+                assert server.complete(tokens, 1).cached_tokens == 0
+                assert server.loaded_tokens == server.count("held") == 0
+                says(server, said)
+        finally:
+            for server in servers:
+                server.process.end()

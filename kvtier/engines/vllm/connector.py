@@ -12,16 +12,19 @@ What must not live here: decisions (scheduling.py), bytes (pages.py), calls (loo
 """
 
 import logging
+import re
+import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -35,11 +38,13 @@ from kvtier.core.identity import AdapterRef, chain_root
 from kvtier.engines.vllm.adapters import AdapterDigests
 from kvtier.engines.vllm.facts import EngineFacts, Refusal, read_facts
 from kvtier.engines.vllm.lookups import StoreLookups
+from kvtier.engines.vllm.metrics import Increments, KvtierMetrics, KvtierStats
 from kvtier.engines.vllm.pages import KvPages
 from kvtier.engines.vllm.prefixes import PrefixHashes
 from kvtier.engines.vllm.residents import NO_KEYS, FeedTerms, ResidentsFeed
 from kvtier.engines.vllm.scheduling import Arrival, Scheduled, Scheduling, StepOrders
 from kvtier.engines.vllm.settings import settings_from
+from kvtier.engines.vllm.tables import BlockTables
 from kvtier.engines.vllm.transfers import Transfers
 from kvtier.engines.vllm.worth import Worth
 from kvtier.errors import CallerError
@@ -49,6 +54,7 @@ LOG = logging.getLogger("vllm.kvtier")
 """Under vLLM's own logger, so that its handlers show what is said here."""
 
 _RECOMPUTE = "recompute"
+_DIGEST = re.compile(r"[0-9a-f]{32,128}")
 
 
 class _Orders(KVConnectorMetadata):
@@ -59,9 +65,10 @@ class _Orders(KVConnectorMetadata):
 
 
 class _Ends(KVConnectorWorkerMetadata):
-    """What travels back: (blocks in place, seconds) by request whose load ended."""
+    """What travels back: the step, and (blocks in place, seconds) by request whose load ended."""
 
-    def __init__(self, loads: dict[str, tuple[int, float]]) -> None:
+    def __init__(self, step: int, loads: dict[str, tuple[int, float]]) -> None:
+        self.step = step
         self.loads = loads
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "_Ends":
@@ -70,7 +77,7 @@ class _Ends(KVConnectorWorkerMetadata):
         for request_id, (leading, seconds) in other.loads.items():
             known = both.get(request_id, (leading, seconds))
             both[request_id] = (min(leading, known[0]), max(seconds, known[1]))
-        return _Ends(both)
+        return _Ends(max(self.step, other.step), both)
 
 
 class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
@@ -90,6 +97,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._namespaces: dict[bytes | None, tuple[Fingerprint, ...]] = {}
         self._invalid_blocks: set[int] = set()
         self._loads: dict[str, tuple[int, float]] = {}
+        self._tables = BlockTables()
+        self._increments = Increments()
+        self._told: set[str] = set()
         seed = str(resolve_none_hash_seed(sha256_cbor))
         facts = read_facts(
             vllm_config, kv_cache_config, str(vllm.__version__), seed, self._settings
@@ -111,8 +121,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 rank = int(vllm_config.parallel_config.data_parallel_index)
                 feed = FeedTerms(folder, rank, chain_root(facts.pool, None, None))
                 self._residents = ResidentsFeed(feed, get_block_hash)
-            namespace = facts.namespaces()[0].hex()
-            LOG.info("kvtier shares blocks by %s, namespace %s", self._settings.store, namespace)
+            namespaces = ", ".join(space.hex() for space in facts.namespaces())
+            LOG.info("kvtier shares blocks by %s, namespace %s", self._settings.store, namespaces)
+            self._lookups.compare(facts)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -128,13 +139,16 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         if self._scheduling is None or self._facts is None:
             return
+        if not all(_is_content(item) for item in request.mm_features or ()):
+            self._refuse(request, "a multimodal item is named by its sender, not by its content")
+            return
         adapter: bytes | None = None
         if request.lora_request is not None:
-            adapter = self._adapters.digest(str(request.lora_request.lora_path))
-            if adapter is None:
-                if self._residents is not None:
-                    self._residents.arrived(request.request_id, request.block_hashes, NO_KEYS)
-                return  # weights that cannot be told from others of the same name
+            found = self._adapters.digest(str(request.lora_request.lora_path))
+            if isinstance(found, Refusal):
+                self._refuse(request, found.reason)
+                return
+            adapter = found
         namespaces = self._namespaces.get(adapter)
         if namespaces is None:
             namespaces = self._namespaces[adapter] = self._facts.namespaces(adapter)
@@ -149,6 +163,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             namespaces,
             adapter,
             hashes,
+            self._facts.generation,
         )
         self._scheduling.arrived(arrival, time.monotonic())
 
@@ -176,11 +191,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         cached = scheduler_output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = []
+        state = scheduler_output.kv_connector_block_state
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            if request_id not in computed:
-                continue
-            (block_ids,) = self._kv_cache_manager.get_block_ids(request_id)
-            scheduled.append(Scheduled(request_id, computed[request_id] + tokens, block_ids))
+            table = self._tables.of(state, request_id) if request_id in computed else None
+            if table is not None:
+                scheduled.append(Scheduled(request_id, computed[request_id] + tokens, table))
         if self._residents is not None:
             handed_out = [ids[0] for ids in cached.new_block_ids if ids is not None]
             self._residents.step([(one.request_id, one.block_ids) for one in scheduled], handed_out)
@@ -191,9 +206,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduling is None:
             return
         now = time.monotonic()
-        self._scheduling.stepped(now)
         ends = connector_output.kv_connector_worker_meta
         if isinstance(ends, _Ends):
+            self._scheduling.stepped(ends.step, now)
             for request_id, (leading, seconds) in ends.loads.items():
                 self._scheduling.loaded(request_id, leading, seconds, now)
 
@@ -202,12 +217,39 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._residents.finished(request.request_id, block_ids)
         if self._scheduling is not None:
             self._scheduling.finished(request.request_id)
+            self._tables.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        """Never again use what is stored by now: the weights may have been changed in place."""
+        if self._scheduling is None or self._facts is None:
+            return True
+        self._facts = replace(self._facts, generation=secrets.token_hex(8))
+        self._namespaces.clear()
+        self._scheduling.renewed(self._facts)
+        LOG.warning("kvtier: reset: from now on this engine shares blocks with itself only")
+        return True
+
+    # ---- both
+
+    def get_kv_connector_stats(self) -> KvtierStats | None:
+        part = self._scheduling or self._transfers
+        return None if part is None else self._increments.of(part.counts)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvtierStats:
+        return KvtierStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> KvtierMetrics:
+        return KvtierMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- workers
 
@@ -230,6 +272,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._settings.staging_bytes,
         )
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing waits: blocks were copied out before the step that filled them was over."""
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for order in self._orders().loads:
             if self._transfers is not None:
@@ -251,13 +296,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             for order in self._orders().saves:
                 self._transfers.save(order)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._transfers is not None:
-            for end in self._transfers.ended():
-                self._loads[end.order.request_id] = (end.leading_blocks, end.seconds)
-                self._invalid_blocks.update(end.order.block_ids[end.leading_blocks :])
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        self._take_ends()
         failed = {request_id for request_id, (leading, _) in self._loads.items() if not leading}
-        return KVConnectorTransferResults(set(), set(self._loads), failed)
+        return base.KVConnectorTransferResults(set(), set(self._loads), failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
+        """What vLLM 0.29 asks in its place: there, blocks with load errors say all."""
+        self._take_ends()
+        return None, set(self._loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid_blocks = self._invalid_blocks, set()
@@ -265,7 +312,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         loads, self._loads = self._loads, {}
-        return _Ends(loads) if loads else None
+        step = self._orders().number
+        return _Ends(step, loads) if loads or step else None
 
     def shutdown(self) -> None:
         if self._transfers is not None:
@@ -279,6 +327,20 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- parts
 
+    def _take_ends(self) -> None:
+        if self._transfers is not None:
+            for end in self._transfers.ended():
+                self._loads[end.order.request_id] = (end.leading_blocks, end.seconds)
+                self._invalid_blocks.update(end.order.block_ids[end.leading_blocks :])
+
+    def _refuse(self, request: Any, reason: str) -> None:
+        """The request is served misses; say why, once."""
+        if self._residents is not None:
+            self._residents.arrived(request.request_id, request.block_hashes, NO_KEYS)
+        if reason not in self._told:
+            self._told.add(reason)
+            LOG.error("kvtier serves some requests misses only: %s", reason)
+
     def _orders(self) -> StepOrders:
         if not self.has_connector_metadata():
             return StepOrders()
@@ -287,8 +349,15 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _prefix_hashes(self, request: Any, adapter: bytes | None) -> PrefixHashes | tuple[int, ...]:
         """What the index calls the request's blocks; nothing where its chain needs more."""
-        if self._facts is None or request.mm_features or request.prompt_embeds is not None:
+        if self._facts is None or self._facts.generation:
+            return ()
+        if request.mm_features or request.prompt_embeds is not None:
             return ()
         known = None if adapter is None else AdapterRef(adapter, 0)
         root = chain_root(self._facts.pool, request.cache_salt or None, known)
         return PrefixHashes(root, request.all_token_ids, self._facts.pool.block_tokens)
+
+
+def _is_content(item: Any) -> bool:
+    """Whether a multimodal item is named by a digest of what it shows: users may name it freely."""
+    return _DIGEST.fullmatch(str(item.mm_hash or item.identifier)) is not None

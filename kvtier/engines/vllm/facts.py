@@ -22,8 +22,10 @@ ALGORITHM: Final = "sha256_cbor"
 """The only one of vLLM's block hashes whose digests are equal in every process."""
 LAYOUT: Final = "layers-heads-tokens-key-value"
 """Order of a payload: `[layers, heads, tokens, key ‖ value]`, whatever the engine's own is."""
-VERSIONS: Final = ("0.32", "0.33")
+VERSIONS: Final = ("0.29", "0.30", "0.31", "0.32", "0.33")
 """Releases whose connector interface this was read from."""
+UNTAGGED: Final = ("0.29", "0.30")
+"""Releases whose digests cannot tell an adapter's name from a `cache_salt` of the same text."""
 
 _DTYPES: Final = {
     "torch.float32": KvDtype.FLOAT32,
@@ -60,6 +62,13 @@ class EngineFacts:
     ranks: int
     rope_digest: bytes
     engine: EngineIdentity
+    generation: str = ""
+    """Of the weights, beyond their revision: another since each reset of the cache."""
+
+    @property
+    def revision(self) -> str:
+        """What the namespaces have for one."""
+        return f"{self.pool.revision}+{self.generation}" if self.generation else self.pool.revision
 
     def shard(self, rank: int) -> Shard:
         """Layers and heads of one tensor-parallel rank; ranks beyond the heads share them."""
@@ -82,7 +91,7 @@ class EngineFacts:
             )
         return ModelSpec(
             model_id=self.pool.model_id,
-            revision=self.pool.revision,
+            revision=self.revision,
             kv_dtype=self.kv_dtype,
             layers=self.layers,
             kv_heads=self.kv_heads,
@@ -170,8 +179,12 @@ def files_digest(paths: list[Path]) -> str:
 def _refusal(vllm_config: Any, kv_cache_config: Any, version: str) -> Refusal | None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    if not any(version == known or version.startswith(f"{known}.") for known in VERSIONS):
+    if not _is_of(version, VERSIONS):
         return Refusal(f"vLLM {version} is not one of {', '.join(VERSIONS)}")
+    if vllm_config.lora_config is not None and _is_of(version, UNTAGGED):
+        return Refusal(
+            f"LoRA with vLLM {version}: its block hash takes a salt for an adapter's name"
+        )
     if not cache.enable_prefix_caching:
         return Refusal("prefix caching is off: drop --no-enable-prefix-caching")
     if cache.prefix_caching_hash_algo != ALGORITHM:
@@ -188,9 +201,14 @@ def _refusal(vllm_config: Any, kv_cache_config: Any, version: str) -> Refusal | 
     spec = groups[0].kv_cache_spec
     if type(spec).__name__ != _FULL_ATTENTION:
         return Refusal(f"KV cache of kind {type(spec).__name__}: only full attention is supported")
-    if kv_cache_config.hash_block_size not in {None, spec.block_size}:
+    finer = getattr(kv_cache_config, "hash_block_size", None) or cache.prefix_match_unit
+    if finer not in {None, spec.block_size}:
         return Refusal("block hashes are finer than blocks")
     return None
+
+
+def _is_of(version: str, releases: tuple[str, ...]) -> bool:
+    return any(version == known or version.startswith(f"{known}.") for known in releases)
 
 
 def _revision(directory: Path, hub_revision: str) -> str | Refusal:

@@ -10,11 +10,12 @@ What must not live here: vLLM's objects (connector.py), the store (lookups.py), 
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Protocol
 
-from kvtier.engines.vllm.settings import SavePolicy, Settings
+from kvtier.engines.vllm.facts import EngineFacts
+from kvtier.engines.vllm.settings import LoadPolicy, SavePolicy, Settings
 from kvtier.engines.vllm.worth import Worth
 from kvtier.types import Fingerprint
 
@@ -61,6 +62,7 @@ class LoadOrder:
     digests: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     adapter: bytes | None = None
+    generation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class SaveOrder:
     prefix_hashes: tuple[int, ...] = ()
     """One a block, where the index can speak of them."""
     adapter: bytes | None = None
+    generation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ class StepOrders:
 
     loads: tuple[LoadOrder, ...] = ()
     saves: tuple[SaveOrder, ...] = ()
+    number: int = 0
+    """Of a step that computes something; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class Arrival:
     adapter: bytes | None = None
     prefix_hashes: Sequence[int] = ()
     """Of whole blocks, growing with `digests`; empty where the index cannot speak of them."""
+    generation: str = ""
+    """Of the weights; see `EngineFacts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,7 @@ class Scheduling:
     _requests: dict[str, _Tracked] = field(default_factory=dict)
     _recent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     _loads: list[LoadOrder] = field(default_factory=list)
+    _steps: int = 0
 
     def arrived(self, arrival: Arrival, now: float) -> None:
         """A new request; its blocks are looked up at once."""
@@ -189,7 +197,8 @@ class Scheduling:
             if not is_held:
                 break
             blocks += 1
-        if blocks and not self.worth.is_worth_it(blocks, now):
+        weighs = self.settings.load is LoadPolicy.WORTH
+        if blocks and weighs and not self.worth.is_worth_it(blocks, now):
             self.counts.loads_not_worth_it += 1
             return 0
         return blocks * self.block_tokens
@@ -212,13 +221,17 @@ class Scheduling:
                 tuple(tracked.arrival.digests[first:stop]),
                 tuple(block_ids[first:stop]),
                 tracked.arrival.adapter,
+                tracked.arrival.generation,
             )
         )
         self.counts.loads_ordered += blocks
 
     def step(self, scheduled: Sequence[Scheduled], now: float, tokens: int = 0) -> StepOrders:
         """What the workers are to do beside a step of `scheduled`, which computes `tokens`."""
-        self.worth.step_begun(tokens, now)
+        number = 0
+        if tokens:
+            number = self._steps = self._steps + 1
+            self.worth.step_begun(number, tokens, now)
         loads, self._loads = tuple(self._loads), []
         saves = []
         for one in scheduled:
@@ -229,11 +242,11 @@ class Scheduling:
             if order is not None:
                 saves.append(order)
                 self.counts.saves_ordered += len(order.digests)
-        return StepOrders(loads, tuple(saves))
+        return StepOrders(loads, tuple(saves), number)
 
-    def stepped(self, now: float) -> None:
-        """The oldest step that was begun is over."""
-        self.worth.step_ended(now)
+    def stepped(self, number: int, now: float) -> None:
+        """A step that computed something is over."""
+        self.worth.step_ended(number, now)
 
     def loaded(self, request_id: str, leading_blocks: int, seconds: float, now: float) -> None:
         """A load ended with so many blocks in place, head first; the store has no more of it."""
@@ -247,6 +260,20 @@ class Scheduling:
         if leading_blocks == 0:
             self.counts.loads_failed += 1
             tracked.next = _Next.MISS
+
+    def renewed(self, facts: EngineFacts) -> None:
+        """What was stored before stands for other weights: requests begin anew under `facts`."""
+        for tracked in self._requests.values():
+            arrival = tracked.arrival
+            tracked.arrival = replace(
+                arrival,
+                namespaces=facts.namespaces(arrival.adapter),
+                generation=facts.generation,
+                prefix_hashes=(),
+            )
+            tracked.next, tracked.answer, tracked.held = _Next.NEW_LOOKUP, None, None
+            tracked.considered = 0
+        self._recent.clear()
 
     def finished(self, request_id: str) -> None:
         """A request is over, however."""
@@ -300,6 +327,7 @@ class Scheduling:
             tuple(one.block_ids[i] for i in wanted),
             tuple(hashes[i] for i in wanted) if named else (),
             arrival.adapter,
+            arrival.generation,
         )
 
     def _is_due(self, digest: bytes, adapter: bytes | None, now: float) -> bool:

@@ -23,6 +23,14 @@ class SavePolicy(StrEnum):
     """Nothing: this engine only reads."""
 
 
+class LoadPolicy(StrEnum):
+    """Which of the blocks that the store has are loaded."""
+
+    WORTH = "worth"
+    """Where that is faster than computing them, by what this engine measures of both."""
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Of one connector; every field may stand in `kv_connector_extra_config`."""
@@ -34,7 +42,8 @@ class Settings:
     revision: str = ""
     """Digest or version of the weights; computed from the files where empty."""
     save: SavePolicy = SavePolicy.PROMPT
-    lookup_ms: int = 50
+    load: LoadPolicy = LoadPolicy.WORTH
+    lookup_ms: int = 200
     """How long a request waits to hear what the store has; past it, a miss."""
     load_ms: int = 2_000
     """Deadline of a load; past it, the rest is recomputed."""
@@ -77,13 +86,18 @@ def _checked(name: str, value: object) -> object:
         raise ConfigError(f"kv_connector_extra_config: {name} is not of type {want.__name__}")
     if type(value) is int and value <= 0:
         raise ConfigError(f"kv_connector_extra_config: {name} is not positive")
-    if name != "save":
+    policies: dict[str, type[SavePolicy] | type[LoadPolicy]] = {
+        "save": SavePolicy,
+        "load": LoadPolicy,
+    }
+    policy = policies.get(name)
+    if policy is None:
         return value
     try:
-        return SavePolicy(str(value))
+        return policy(str(value))
     except ValueError:
-        allowed = ", ".join(SavePolicy)
-        raise ConfigError(f"kv_connector_extra_config: save is none of {allowed}") from None
+        allowed = ", ".join(policy)
+        raise ConfigError(f"kv_connector_extra_config: {name} is none of {allowed}") from None
 
 
 def _path(text: str) -> Path | None:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -111,7 +111,7 @@ class Transfers:
         self._rank = rank
         self._client = client
         self._load_s = load_s
-        self._namespaces: dict[bytes | None, Fingerprint] = {}
+        self._namespaces: dict[tuple[bytes | None, str], Fingerprint] = {}
         self._chunks: list[npt.NDArray[np.uint8]] = []
         self._chunks_unmade = staging_bytes // (CHUNK_BLOCKS * pages.block_bytes)
         self._lock = threading.Lock()
@@ -190,7 +190,7 @@ class Transfers:
 
     def _load(self, order: LoadOrder, end_s: float) -> int:
         """How many blocks, from the first, are in place."""
-        names = self._names(order.digests, order.adapter)
+        names = self._names(order.digests, order)
         terms = ReadTerms(payload_bytes=self._pages.block_bytes)
         leading = 0
         while leading < len(names):
@@ -231,16 +231,18 @@ class Transfers:
 
     def _save(self, staged: _Staged) -> int:
         order, start, stop = staged.order, staged.start, staged.stop
-        names = self._names(order.digests[start:stop], order.adapter)
+        names = self._names(order.digests[start:stop], order)
         terms = WriteTerms(prefix_hashes=order.prefix_hashes[start:stop])
         results = self._client.put_many(names, list(staged.rows), terms, deadline_s=PUT_S)
         return sum(result.is_held for result in results)
 
-    def _names(self, digests: Sequence[bytes], adapter: bytes | None) -> list[FrameName]:
-        namespace = self._namespaces.get(adapter)
+    def _names(self, digests: Sequence[bytes], order: LoadOrder | SaveOrder) -> list[FrameName]:
+        kind = order.adapter, order.generation
+        namespace = self._namespaces.get(kind)
         if namespace is None:
-            namespace = self._facts.spec(self._rank, adapter).fingerprint()
-            self._namespaces[adapter] = namespace
+            facts = replace(self._facts, generation=order.generation)
+            namespace = facts.spec(self._rank, order.adapter).fingerprint()
+            self._namespaces[kind] = namespace
         return [FrameName(KeyKind.ENGINE_DIGEST, digest, namespace) for digest in digests]
 
 

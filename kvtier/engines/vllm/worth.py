@@ -5,7 +5,6 @@ is not renewed fades towards a prior, so that a store once slow is tried again.
 What must not live here: clocks, requests (scheduling.py).
 """
 
-from collections import deque
 from typing import Final
 
 from kvtier.core.estimates import Terms, Tuning, TwoTermEstimate
@@ -16,7 +15,6 @@ _LOADS: Final = Tuning(half_life_s=30.0)
 _STEPS: Final = Tuning(half_life_s=600.0)
 STEP_TOKENS_MIN: Final = 128
 """Smaller steps say little about prefill: what they cost is the decoding beside it."""
-_STEPS_MAX: Final = 64
 
 
 class Worth:
@@ -26,7 +24,7 @@ class Worth:
         self._block_tokens = block_tokens
         self._load = TwoTermEstimate(LOAD_PRIOR, _LOADS, now)
         self._step = TwoTermEstimate(STEP_PRIOR, _STEPS, now)
-        self._begun: deque[tuple[float, int]] = deque(maxlen=_STEPS_MAX)
+        self._begun: dict[int, tuple[float, int]] = {}
         self._ended_at = 0.0
 
     def is_worth_it(self, blocks: int, now: float) -> bool:
@@ -42,15 +40,20 @@ class Worth:
         tokens = blocks * self._block_tokens
         return self._step.terms(STEP_PRIOR, now).seconds(1, tokens)
 
-    def step_begun(self, tokens: int, now: float) -> None:
-        """A step was handed to the workers."""
-        self._begun.append((now, tokens))
+    def step_begun(self, number: int, tokens: int, now: float) -> None:
+        """A step was handed to the workers; numbers grow."""
+        self._begun[number] = now, tokens
 
-    def step_ended(self, now: float) -> None:
-        """The oldest step that was begun is over; steps may be begun before others are over."""
-        if not self._begun:
+    def step_ended(self, number: int, now: float) -> None:
+        """A step is over, and those before it; steps may be begun before others are over.
+
+        A number that was not begun, or is over, says nothing.
+        """
+        if number not in self._begun:
             return
-        begun_at, tokens = self._begun.popleft()
+        begun_at, tokens = self._begun[number]
+        for old in [one for one in self._begun if one <= number]:
+            del self._begun[old]
         seconds = now - max(begun_at, self._ended_at)
         self._ended_at = now
         if tokens >= STEP_TOKENS_MIN and seconds > 0:

@@ -31,11 +31,13 @@ def engine(**changes: Any) -> tuple[Any, Any]:
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256_cbor",
             cache_dtype="auto",
+            prefix_match_unit=None,
         ),
         parallel_config=Fake(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
         ),
         speculative_config=None,
+        lora_config=None,
         model_config=Fake(
             model="/models/m",
             revision=None,
@@ -121,6 +123,7 @@ def test_another_revision_or_model_or_adapter_separates_namespaces() -> None:
         ({"cache__kv_cache_groups": []}, "groups"),
         ({"cache__kv_cache_groups__0__kv_cache_spec": SlidingWindowSpec(block_size=32)}, "Sliding"),
         ({"cache__hash_block_size": 16}, "finer"),
+        ({"cache__hash_block_size": None, "cache_config__prefix_match_unit": 16}, "finer"),
         ({"cache_config__cache_dtype": "int3"}, "int3"),
     ],
 )
@@ -132,11 +135,26 @@ def test_what_cannot_be_seen_or_verified_is_refused_by_name(
     assert word in found.reason
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.320.0", "1.0", ""])
+@pytest.mark.parametrize("version", ["0.28.9", "0.320.0", "0.34.0", "1.0", ""])
 def test_an_unknown_release_is_refused(version: str) -> None:
     found = read_facts(*engine(), version, "s", SETTINGS)
     assert isinstance(found, Refusal)
     assert "vLLM" in found.reason
+
+
+def test_releases_whose_hash_takes_a_salt_for_an_adapter_share_nothing_with_lora() -> None:
+    for version in ("0.29.0", "0.30.1"):
+        found = read_facts(*engine(lora_config=Fake()), version, "s", SETTINGS)
+        assert isinstance(found, Refusal)
+        assert "LoRA" in found.reason
+        assert facts(version=version).ranks == 1
+    assert facts(version="0.31.0", lora_config=Fake()).ranks == 1
+
+
+def test_releases_that_say_nothing_of_finer_hashes_have_none() -> None:
+    config, cache = engine()
+    del cache.hash_block_size
+    assert isinstance(read_facts(config, cache, "0.30.0", "s", SETTINGS), EngineFacts)
 
 
 def test_ranks_have_their_heads_and_those_beyond_the_heads_share_them() -> None:
@@ -178,18 +196,51 @@ def test_digests_of_large_files_see_a_change_in_a_sample(
     assert files_digest([path]) != before
 
 
-def test_an_adapter_is_its_weights_also_when_they_change_in_place(tmp_path: Path) -> None:
+def adapter(folder: Path, weights: bytes) -> str:
+    """A directory with an adapter of such weights."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "adapter_model.safetensors"
+    path.unlink(missing_ok=True)
+    path.write_bytes(weights)
+    return str(folder)
+
+
+def test_an_adapter_is_its_weights_wherever_they_lie(tmp_path: Path) -> None:
     digests = AdapterDigests()
-    assert digests.digest(str(tmp_path)) is None
-    assert digests.digest(str(tmp_path / "absent")) is None
-    weights = tmp_path / "adapter_model.safetensors"
-    weights.write_bytes(b"one")
-    first = digests.digest(str(tmp_path))
-    assert first is not None
-    assert digests.digest(str(tmp_path)) == first
-    weights.unlink()
-    weights.write_bytes(b"two")
-    assert digests.digest(str(tmp_path)) not in {first, None}
+    one = digests.digest(adapter(tmp_path / "one", b"one"))
+    assert isinstance(one, bytes)
+    assert digests.digest(str(tmp_path / "one")) == one
+    assert digests.digest(adapter(tmp_path / "same", b"one")) == one
+    assert digests.digest(adapter(tmp_path / "two", b"two")) != one
+
+
+def test_a_folder_without_weights_is_no_adapter(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        found = AdapterDigests().digest(str(folder))
+        assert isinstance(found, Refusal)
+        assert str(folder) in found.reason
+
+
+def test_an_adapter_whose_files_change_is_refused_for_good_and_a_new_engine_takes_it(
+    tmp_path: Path,
+) -> None:
+    digests = AdapterDigests()
+    folder = adapter(tmp_path / "a", b"one")
+    first = digests.digest(folder)
+    adapter(tmp_path / "a", b"two")
+    found = digests.digest(folder)
+    assert isinstance(found, Refusal)
+    assert "changed" in found.reason
+    adapter(tmp_path / "a", b"one")
+    assert isinstance(digests.digest(folder), Refusal)
+    assert AdapterDigests().digest(folder) == first
+
+
+def test_files_that_are_only_touched_are_the_same_adapter(tmp_path: Path) -> None:
+    digests = AdapterDigests()
+    folder = adapter(tmp_path / "a", b"one")
+    first = digests.digest(folder)
+    assert digests.digest(adapter(tmp_path / "a", b"one")) == first
 
 
 @pytest.mark.parametrize(
@@ -200,6 +251,7 @@ def test_an_adapter_is_its_weights_also_when_they_change_in_place(tmp_path: Path
         ({"store": 7}, "store"),
         ({"store": "nowhere"}, "nowhere"),
         ({"store": "unix:/s", "save": "some"}, "save"),
+        ({"store": "unix:/s", "load": "never"}, "load"),
         ({"store": "unix:/s", "lookup_ms": "9"}, "lookup_ms"),
         ({"store": "unix:/s", "lookup_ms": True}, "lookup_ms"),
         ({"store": "unix:/s", "load_ms": 0}, "load_ms"),

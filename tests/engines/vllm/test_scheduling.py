@@ -2,11 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.core.identity import EngineIdentity, KvDtype, Pool
+from kvtier.engines.vllm.facts import EngineFacts
 from kvtier.engines.vllm.prefixes import PrefixHashes
 from kvtier.engines.vllm.scheduling import (
     LOOKED_S,
@@ -17,12 +19,16 @@ from kvtier.engines.vllm.scheduling import (
     Scheduled,
     Scheduling,
 )
-from kvtier.engines.vllm.settings import SavePolicy, Settings
+from kvtier.engines.vllm.settings import LoadPolicy, SavePolicy, Settings
 from kvtier.engines.vllm.worth import Worth
 from kvtier.types import Fingerprint
 
 BLOCK = 32
 NAMESPACES = (Fingerprint(bytes(32)),)
+FACTS = EngineFacts(
+    Pool("m", "r1", BLOCK), KvDtype.FLOAT32, 30, 3, 64, 1, bytes(32),
+    EngineIdentity("vllm", "0.32.0", "sha256_cbor", "seed"),
+)  # fmt: skip
 
 
 @dataclass
@@ -106,12 +112,12 @@ def test_a_request_waits_for_the_answer_and_no_longer_than_the_deadline() -> Non
     side = scheduling(store)
     side.arrived(arrival(names, 4 * BLOCK), now=10.0)
     assert side.matched("r", 0, 10.0) is None
-    assert side.matched("r", 0, 10.049) is None
-    assert side.matched("r", 0, 10.051) == 0
+    assert side.matched("r", 0, 10.199) is None
+    assert side.matched("r", 0, 10.201) == 0
     side.allocated("r", block_ids(4), 0)
-    assert side.matched("r", 0, 10.06) is None  # after a preemption, say: a new lookup
+    assert side.matched("r", 0, 10.21) is None  # after a preemption, say: a new lookup
     store.answer()
-    assert side.matched("r", 0, 10.07) == 4 * BLOCK
+    assert side.matched("r", 0, 10.22) == 4 * BLOCK
     assert len(store.asked) == 2
 
 
@@ -285,8 +291,8 @@ def test_a_store_slower_than_computing_is_not_loaded_from_and_tried_again_later(
     for number in range(6):
         now = float(number)
         side.arrived(arrival(names, 20 * BLOCK, f"r{number}"), now)
-        side.step([], now, tokens=2_000)
-        side.stepped(now + 0.2)  # 10,000 tokens a second: 20 blocks take 64 ms
+        orders = side.step([], now, tokens=2_000)
+        side.stepped(orders.number, now + 0.2)  # 10,000 tokens a second: 20 blocks take 64 ms
         if side.matched(f"r{number}", 0, now + 0.2):
             side.loaded(f"r{number}", 20, 0.5, now + 0.7)
     side.arrived(arrival(names, 20 * BLOCK, "s"), 6.0)
@@ -298,18 +304,64 @@ def test_a_store_slower_than_computing_is_not_loaded_from_and_tried_again_later(
 
 def test_steps_that_overlap_are_timed_by_what_each_adds() -> None:
     worth = Worth(BLOCK, 0.0)
-    for number in range(20):
-        worth.step_begun(1_000, number * 0.1)
-        if number:
-            worth.step_ended(number * 0.1 + 0.05)
-    assert 0.5 < worth.compute_s(1_000 // BLOCK, 2.0) / 0.1 < 2
-    worth.step_ended(2.05)
-    worth.step_ended(2.06)  # more ends than begins say nothing
+    for number in range(1, 21):
+        worth.step_begun(number, 1_000, number * 0.1)
+        worth.step_ended(number - 1, number * 0.1 + 0.05)
+    assert 0.5 < worth.compute_s(1_000 // BLOCK, 2.1) / 0.1 < 2
+    told = worth.compute_s(1_000 // BLOCK, 2.2)
+    worth.step_ended(20, 2.15)
+    worth.step_ended(20, 9.0)  # told twice
+    worth.step_ended(99, 9.0)  # never begun
+    assert 0.5 < worth.compute_s(1_000 // BLOCK, 2.2) / told < 2
+
+
+def test_a_step_whose_end_nobody_told_is_not_taken_for_another() -> None:
+    worth = Worth(BLOCK, 0.0)
+    worth.step_begun(1, 1_000, 0.0)
+    worth.step_begun(2, 1_000, 100.0)
+    worth.step_ended(2, 100.2)
+    assert worth.compute_s(1_000 // BLOCK, 100.2) < 1.0
+    worth.step_ended(1, 200.0)
+    assert worth.compute_s(1_000 // BLOCK, 200.0) < 1.0
+
+
+def test_steps_that_compute_nothing_have_no_number_and_others_one_of_their_own() -> None:
+    side = scheduling(FakeStore())
+    numbers = [side.step([], 0.0, tokens).number for tokens in (0, 5, 0, 7)]
+    assert numbers == [0, 1, 0, 2]
+
+
+def test_what_is_held_is_loaded_whatever_it_costs_where_the_operator_says_so() -> None:
+    names = digests(20)
+    always = Settings(store="unix:/s", load=LoadPolicy.ALWAYS)
+    side = Scheduling(always, BLOCK, FakeStore(held=set(names)), Worth(BLOCK, 0.0))
+    side.loaded("slow", 20, 50.0, 0.0)
+    side.arrived(arrival(names, 20 * BLOCK), 0.1)
+    assert side.matched("r", 0, 0.1) == 20 * BLOCK
+    assert side.counts.loads_not_worth_it == 0
+
+
+def test_after_a_reset_requests_begin_anew_under_the_new_generation() -> None:
+    names = digests(4)
+    store = FakeStore(held=set(names))
+    side = scheduling(store)
+    side.arrived(arrival(names, 4 * BLOCK), 0.0)
+    assert side.matched("r", 0, 0.0) == 4 * BLOCK
+    fresh = replace(FACTS, generation="g2")
+    side.renewed(fresh)
+    store.held.clear()
+    assert side.matched("r", 0, 0.1) == 0
+    assert store.asked[-1].namespaces == fresh.namespaces() != FACTS.namespaces()
+    side.allocated("r", block_ids(4), 0)
+    (order,) = side.step([Scheduled("r", 4 * BLOCK, block_ids(4))], 0.2, 4 * BLOCK).saves
+    assert order.generation == "g2"
+    assert order.prefix_hashes == ()
+    assert list(order.digests) == names
 
 
 def test_small_steps_say_nothing_of_prefill() -> None:
     worth = Worth(BLOCK, 0.0)
     before = worth.compute_s(10, 0.0)
-    worth.step_begun(8, 0.0)
-    worth.step_ended(5.0)
+    worth.step_begun(1, 8, 0.0)
+    worth.step_ended(1, 5.0)
     assert worth.compute_s(10, 0.0) == before
