@@ -153,6 +153,12 @@ class StoreLink:
             raise failed from error
         except (grpc.aio.UsageError, asyncio.InvalidStateError) as error:
             raise UnavailableError(f"{self._target}: {error}") from error
+        except asyncio.CancelledError:
+            # Who connects anew because another call failed ends all calls of the old connection.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise UnavailableError(f"{self._target}: the connection was given up") from None
         self._failures = 0
 
     def _fail(self) -> None:

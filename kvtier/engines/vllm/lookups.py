@@ -33,7 +33,13 @@ class PendingAnswer:
         return self._future.done()
 
     def held(self) -> tuple[bool, ...] | None:
-        """See `Answer`; only once done."""
+        """See `Answer`; only once done. Whatever went wrong, the scheduler must go on."""
+        if self._future.cancelled():
+            return None
+        error = self._future.exception()
+        if error is not None:
+            LOG.error("kvtier: a lookup broke off", exc_info=error)
+            return None
         return self._future.result()
 
 

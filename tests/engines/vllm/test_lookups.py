@@ -1,5 +1,6 @@
 """What the connector asks of a real store beside the scheduler: blocks, and terms of sharing."""
 
+import concurrent.futures
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 
 from kvtier.core.identity import EngineIdentity, KvDtype, Pool
 from kvtier.engines.vllm.facts import EngineFacts
-from kvtier.engines.vllm.lookups import StoreLookups
+from kvtier.engines.vllm.lookups import PendingAnswer, StoreLookups
 from kvtier.engines.vllm.scheduling import BlockNames
 from kvtier.engines.vllm.terms import RECORD_BYTES, differences, record_of
 from kvtier.sections import DialConfig
@@ -112,3 +113,17 @@ def test_an_engine_that_ends_before_there_is_a_store_leaves_nothing_running(
     comparison = lookups.compare(FACTS)
     lookups.close()
     assert comparison.cancelled() or comparison.done()
+
+
+def test_a_lookup_that_breaks_off_or_is_given_up_says_that_nobody_could_say(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given_up: concurrent.futures.Future[tuple[bool, ...] | None] = concurrent.futures.Future()
+    given_up.cancel()
+    broken: concurrent.futures.Future[tuple[bool, ...] | None] = concurrent.futures.Future()
+    broken.set_exception(RuntimeError("a bug"))
+    for future in (given_up, broken):
+        answer = PendingAnswer(future)
+        assert answer.done()
+        assert answer.held() is None
+    assert len(warnings(caplog)) == 1
