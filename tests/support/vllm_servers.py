@@ -22,7 +22,7 @@ from tests.harness.waiting import eventually
 PYTHON = os.environ.get("KVTIER_VLLM_PYTHON", "")
 WHY_NOT = "KVTIER_VLLM_PYTHON does not name a Python with vLLM: see make test-vllm"
 BLOCK_TOKENS = 32
-START_S = 240.0
+START_S = 480.0
 ANSWER_S = 300.0
 LOAD_MS = 10_000
 LOGIT_GAP = 1e-4
