@@ -25,6 +25,11 @@ from kvtier_router.routing.values import Usage
 FLOOR_S_MAX = 0.02
 """Fixed costs of a request are believed to be no more than this."""
 FLOOR_WINDOW_S = 60.0
+REUSED_TOKEN_S_MAX = 2e-5
+"""What handling one reused token (hashing it, its part of a block table) is believed to cost at
+most."""
+LONG_TOKENS = 4096
+"""Of reused prompts of at least so many tokens that is measured."""
 SLOW_FACTOR = 4.0
 """A request with less work than fixed costs teaches nothing unless it took this many times both."""
 TOGETHER_S = 0.01
@@ -112,7 +117,10 @@ class _Work:
 class _Floor:
     """The least of a stream of times, over the last one to two windows."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float, unknown: float) -> None:
+        """`unknown` is believed before anything was seen, and no more than `most` ever."""
+        self._most = most
+        self._unknown = unknown
         self._now = self._before = inf
         self._turned_at = -inf
 
@@ -124,7 +132,26 @@ class _Floor:
 
     @property
     def seconds(self) -> float:
-        return min(max(min(self._now, self._before), 0.0), FLOOR_S_MAX)
+        least = min(self._now, self._before)
+        return self._unknown if least == inf else min(max(least, 0.0), self._most)
+
+
+class _Fixed:
+    """What a request costs beside its work: something always, and something a reused token."""
+
+    def __init__(self) -> None:
+        self._always = _Floor(FLOOR_S_MAX, FLOOR_S_MAX)
+        self._token = _Floor(REUSED_TOKEN_S_MAX, 0.0)
+
+    def see(self, did: "_Work", beyond_s: float, now: float) -> None:
+        """Take in what an answer took beyond its work. Only one that had next to no work tells of
+        what its length costs: in others a wrong speed would look like it."""
+        self._always.see(beyond_s, now)
+        if did.context_tokens >= LONG_TOKENS and did.tokens <= 2 * SAMPLE_TOKENS_MIN:
+            self._token.see((beyond_s - self._always.seconds) / did.context_tokens, now)
+
+    def seconds(self, did: "_Work") -> float:
+        return self._always.seconds + self._token.seconds * did.context_tokens
 
 
 class SpeedBooks:
@@ -136,7 +163,7 @@ class SpeedBooks:
     def __init__(self, policy: BookPolicy) -> None:
         self._policy = policy
         self._books: dict[str, CostBook] = {}
-        self._floors: dict[str, _Floor] = {}
+        self._floors: dict[str, _Fixed] = {}
         self._lanes: dict[int, _Lane] = {}
         self._users: dict[int, str] = {}
         self._words: dict[int, float] = {}
@@ -258,18 +285,19 @@ class SpeedBooks:
         if sample.cached_tokens is None and not expected.is_hit_certain:
             cold = self._work(expected, 0, now)
             most_s = max(most_s, most_s - did.compute_s + cold.compute_s)
-        floor = self._floors.setdefault(expected.model_id, _Floor())
+        fixed = self._floors.setdefault(expected.model_id, _Fixed())
         fixed_s = 0.0
         if sample.was_idle:
             if most_s == least_s:
-                floor.see(sample.took_s - least_s - expected.load_s, now)
-            fixed_s = floor.seconds
+                fixed.see(did, sample.took_s - least_s - expected.load_s, now)
+            fixed_s = fixed.seconds(did)
         took_s = max(sample.took_s - fixed_s, 1e-6)
         if expected.load_source is not None and expected.load_s > LOAD_SHARE_MIN * took_s:
             self._learn_load(expected, took_s, sample.cached_tokens, now)
             return
         took_s = max(took_s - expected.load_s, 1e-6)
-        if least_s < floor.seconds and took_s < SLOW_FACTOR * (least_s + floor.seconds):
+        known_s = fixed.seconds(did)
+        if least_s < known_s and took_s < SLOW_FACTOR * (least_s + known_s):
             return
         if most_s == least_s or not least_s <= took_s <= most_s:
             explained_s = most_s if took_s > most_s else least_s
