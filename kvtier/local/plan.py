@@ -14,11 +14,12 @@ from kvtier.config import Loaded, Root, describe
 from kvtier.errors import ConfigError
 from kvtier.local.child import EXEC
 from kvtier.local.directory import LOOPBACK
-from kvtier.local.models import text_directory
+from kvtier.local.models import SMOLLM2, SMOLLM2_ID, text_directory
 from kvtier.local.probes import Probe, accepts, grpc_serving, http_ok, redis_answers
 from kvtier.local.settings import (
     EMBEDDED,
     Cluster,
+    Engine,
     Table,
     load_named,
     merged,
@@ -26,6 +27,10 @@ from kvtier.local.settings import (
     toml_text,
     without_login,
 )
+from kvtier.local.vllm.environment import look
+from kvtier.local.vllm.server import Model, arguments_of
+from kvtier.local.vllm.settings import BRIDGE_STOP_S, VllmConfig
+from kvtier.local.vllm.sharing import CPU_KV_BYTES, cpus_of
 from kvtier.sections import TlsConfig, parse_address
 from kvtier_router.config import HttpTlsConfig, RouterConfig
 from kvtier_services.index.config import IndexConfig
@@ -143,6 +148,7 @@ class _Planner:
         self._cluster = cluster
         self._places = places
         self._effective: list[tuple[str, str]] = [("", shown(cluster))]
+        self._model = cluster.config.model
 
     def plan(self) -> Plan:
         cluster = self._cluster
@@ -150,12 +156,9 @@ class _Planner:
         index_at = self._address("index", index.config.listen.bind)
         store = self._load(StoreConfig, "store", self._store(index_at))
         socket = (store.config.run_dir or store.config.data_dir / "run") / "store.sock"
-        workers = [
-            self._load(WorkerConfig, name, self._worker(name, index_at, socket))
-            for name in worker_names(cluster)
-        ]
+        workers = self._workers(index_at, socket)
         routers = [
-            self._load(RouterConfig, name, self._router(name, index_at, workers[0].config))
+            self._load(RouterConfig, name, self._router(name, index_at))
             for name in router_names(cluster)
         ]
         found = [
@@ -166,11 +169,7 @@ class _Planner:
         groups = [
             *((self._redis(),) for _ in range(cluster.config.redis == EMBEDDED)),
             *((_patient(one, ms),) for one, ms in zip(found, waits, strict=True)),
-            tuple(
-                self._http(name, Kind.WORKER, worker.config.listen.bind, "/health",
-                           worker.config.listen.tls, worker.config.drain_ms_max)
-                for name, worker in zip(worker_names(cluster), workers, strict=True)
-            ),
+            workers,
             tuple(
                 self._http(name, Kind.ROUTER, router.config.listen.bind, "/ready",
                            _files(router.config.listen.tls), router.config.drain_ms_max)
@@ -219,6 +218,62 @@ class _Planner:
             **({"redis": {"url": url}} if url else {}),
         }
 
+    def _workers(self, index_at: str, socket: Path) -> tuple[Service, ...]:
+        names = worker_names(self._cluster)
+        if self._cluster.config.engine is Engine.VLLM:
+            return tuple(
+                self._vllm_service(name, self._vllm(number, index_at, socket))
+                for number, name in enumerate(names)
+            )
+        found = []
+        for name in names:
+            config = self._load(WorkerConfig, name, self._worker(name, index_at, socket)).config
+            self._model = config.model.model
+            listen = config.listen
+            found.append(
+                self._http(
+                    name, Kind.WORKER, listen.bind, "/health", listen.tls, config.drain_ms_max
+                )
+            )
+        return tuple(found)
+
+    def _vllm(self, number: int, index_at: str, socket: Path) -> Table:
+        """What one vLLM server is told; it is looked for in the Python that has it."""
+        config, name = self._cluster.config, worker_names(self._cluster)[number]
+        named = config.vllm_python or self._cluster.sections["vllm"].get("python")
+        python = Path(str(named)) if named else None
+        on_cpu = look(python).on_cpu
+        directory = text_directory(config.model)
+        return {
+            "model": config.model if directory is None else str(directory),
+            "model_id": SMOLLM2_ID if config.model == SMOLLM2 else None,
+            "python": None if python is None else str(python.expanduser().absolute()),
+            "bind": self._bind(name),
+            "store": f"unix:{socket}",
+            "store_instance": "store",
+            "index": {"targets": [index_at]},
+            "instance": name,
+            "node": NODE,
+            "run_dir": str(self._places.run / name),
+            "data_dir": str(self._places.blocks / "bridge" / name),
+            **(self._on_cpu(number) if on_cpu else {}),
+        }
+
+    def _on_cpu(self, number: int) -> Table:
+        cpus = cpus_of(number, self._cluster.config.workers, sorted(os.sched_getaffinity(0)))
+        return {"eager": True, "kv_memory_bytes": CPU_KV_BYTES, "cpus": cpus}
+
+    def _vllm_service(self, name: str, defaults: Table) -> Service:
+        config = self._load(VllmConfig, name, defaults).config
+        self._model = config.model
+        run_dir = config.run_dir or self._places.run / name
+        arguments_of(config, Model(config.model, None, config.model_id or name, ""), run_dir)
+        address = self._address("vllm", config.bind or self._bind(name))
+        argv = ("vllm", "serve", "--config", str(self._file(name)))
+        probe = http_ok(address, "/health")
+        wait_s = config.stop_s_max + BRIDGE_STOP_S + _PATIENCE_S
+        return Service(name, Kind.WORKER, argv, probe, address, wait_s)
+
     def _worker(self, name: str, index_at: str, socket: Path) -> Table:
         cores = len(os.sched_getaffinity(0))
         return {
@@ -235,7 +290,7 @@ class _Planner:
             "index": {"targets": [index_at]},
         }
 
-    def _router(self, name: str, index_at: str, worker: WorkerConfig) -> Table:
+    def _router(self, name: str, index_at: str) -> Table:
         chosen = self._cluster.config.bind if name == "router" else None
         listen = self._cluster.sections["router"].get("listen")
         if chosen is not None and isinstance(listen, dict) and "bind" in listen:
@@ -244,7 +299,7 @@ class _Planner:
             chosen = self._bind(name)
         elif not parse_address(chosen).port:
             chosen = f"{chosen.rpartition(':')[0]}:{self._places.ports['router']}"
-        directory = text_directory(worker.model.model)
+        directory = text_directory(self._model)
         return {
             "listen": {"bind": chosen},
             "admin_bind": self._bind(admin_of(name)),

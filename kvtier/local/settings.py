@@ -12,6 +12,7 @@ import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Final, TypeVar, cast
 
@@ -25,10 +26,17 @@ C = TypeVar("C", bound=Root)
 
 EMBEDDED: Final = "embedded"
 CLUSTER: Final = "cluster"
-SECTIONS: Final = ("index", "store", "worker", "router")
+SECTIONS: Final = ("index", "store", "worker", "router", "vllm")
 _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 _USER_INFO: Final = re.compile(r"(?<=//)[^@/]*@")
 _MIB: Final = 1 << 20
+
+
+class Engine(StrEnum):
+    """What the workers are."""
+
+    KVTIER = "kvtier"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,10 @@ class ClusterConfig(Root):
     """Workers, each with the model in its memory."""
     routers: int = 1
     """Routers, each on a port of its own: clients that try the next one lose nothing with one."""
+    engine: Engine = Engine.KVTIER
+    """kvtier, or vllm: which servers the workers are."""
+    vllm_python: Path | None = None
+    """A Python with vLLM and kvtier[engine]; not set: the one that runs this."""
     model: str = "smollm2"
     """smollm2, tiny, fake, a directory, or an id on the model hub."""
     redis: str = ""
@@ -63,6 +75,8 @@ class ClusterConfig(Root):
             raise ConfigError(f"routers must be 1 to {LOCAL_ROUTERS_COUNT_MAX}, got {self.routers}")
         if not self.model:
             raise ConfigError("model must be given")
+        if self.engine is Engine.VLLM and self.model in {"tiny", "fake"}:
+            raise ConfigError(f"vLLM cannot serve {self.model}: give smollm2, a directory or an id")
         if self.redis and self.redis != EMBEDDED and "://" not in self.redis:
             raise ConfigError("redis is `embedded` or redis://, rediss:// or unix://")
         if self.bind is not None:

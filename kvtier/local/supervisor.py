@@ -21,6 +21,7 @@ from typing import Final
 from kvtier.errors import DeadlineError, NotFoundError, UnavailableError
 from kvtier.local.directory import ServiceState
 from kvtier.local.plan import Plan, Service
+from kvtier.local.sessions import kill_session
 
 _PAUSE_S_FIRST: Final = 0.5
 _PAUSE_S_MAX: Final = 30.0
@@ -210,6 +211,7 @@ class _Unit:
                     continue  # restarted on purpose meanwhile
                 if time.monotonic() - self._since > _STEADY_S:
                     pause_s = _PAUSE_S_FIRST
+                kill_session(self._running().pid)  # of vLLM, when its guard was killed
                 why = _status(self._running().returncode)
                 self._enter(State.DOWN, f"{why}; starting again in {pause_s:g} s")
                 await asyncio.sleep(pause_s)
@@ -247,9 +249,11 @@ class _Unit:
             self._enter(State.STOPPED)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal, if it runs; SIGKILL to all processes that it has."""
         process = self._process
         if process is not None and process.returncode is None:
+            if number is signal.SIGKILL:
+                kill_session(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 

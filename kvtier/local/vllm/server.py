@@ -141,7 +141,8 @@ def variables_of(config: VllmConfig, environment: VllmEnvironment) -> dict[str, 
         found["PYTHONHASHSEED"] = _SEED
     if config.cpus:
         found["VLLM_CPU_OMP_THREADS_BIND"] = config.cpus
-        found["OMP_NUM_THREADS"] = str(_cpus_count(config.cpus))
+        if config.cpus != "nobind":
+            found["OMP_NUM_THREADS"] = str(_cpus_count(config.cpus))
     return found
 
 

@@ -25,7 +25,7 @@ from kvtier.local.child import EXEC
 from kvtier.local.vllm.asking import Server
 from kvtier.local.vllm.environment import look
 from kvtier.local.vllm.server import Assembled, assembled, check_bridge
-from kvtier.local.vllm.settings import VllmConfig
+from kvtier.local.vllm.settings import BRIDGE_STOP_S, VllmConfig
 from kvtier.sections import parse_address
 
 _FORWARDED: Final = (
@@ -40,7 +40,6 @@ _ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal
 _PAUSE_S_FIRST: Final = 0.5
 _PAUSE_S_MAX: Final = 30.0
 _STEADY_S: Final = 30.0
-_BRIDGE_STOP_S: Final = 10.0
 _SIGNALLED: Final = 128
 
 
@@ -152,7 +151,7 @@ class _Pair:
             return
         bridge.terminate()
         try:
-            async with asyncio.timeout(_BRIDGE_STOP_S):
+            async with asyncio.timeout(BRIDGE_STOP_S):
                 await bridge.wait()
         except TimeoutError:
             bridge.kill()

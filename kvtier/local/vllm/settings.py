@@ -14,6 +14,8 @@ from kvtier.sections import DialConfig, TelemetryConfig, parse_address
 
 _SHORT: Final = {"--index": "--index-targets"}
 _END: Final = "--"
+BRIDGE_STOP_S: Final = 10.0
+"""How long the bridge may take to end when vLLM has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class VllmConfig(Root):
     kv_memory_bytes: int | None = None
     """Of the KV cache; not set: vLLM's choice."""
     cpus: str = ""
-    """Of a server that computes on CPUs: which ones, such as 0-3; not set: vLLM's choice."""
+    """Of a server that computes on CPUs: which ones, such as 0-3, or nobind; not set: vLLM's
+    choice."""
     eager: bool = False
     """Do not compile the model: starts sooner, computes slower on GPUs."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
