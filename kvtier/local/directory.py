@@ -29,7 +29,8 @@ LOCK: Final = "LOCK"
 STATE: Final = "state.json"
 PORTS: Final = "ports.json"
 LOOPBACK: Final = "127.0.0.1"
-_SOCKET_BYTES_MAX: Final = 90
+_SOCKET_BYTES_MAX: Final = 78
+"""Of the directory; the longest in it is that of a vLLM server's connector."""
 _FIRST_PORT: Final = 15_000
 _LAST_PORT: Final = 31_999
 """Below the ports that the kernel gives to outgoing connections."""

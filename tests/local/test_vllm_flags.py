@@ -86,6 +86,7 @@ def test_a_manifest_gets_the_same_flags_in_each_form(capsys: pytest.CaptureFixtu
     extra = connector["kv_connector_extra_config"]
     assert extra == {
         "store": "host:1",
+        "residents": "/run/kvtier",
         "model_id": "org/model",
         "revision": "abc",
         "save": "prompt",

@@ -88,6 +88,8 @@ def test_it_starts_vllm_with_all_flags_and_a_bridge_that_follows_it(
     toml = (run_dir / "bridge.toml").read_text()
     assert f'revision = "{connector["revision"]}"' in toml
     assert f'replay = "{events["replay_endpoint"]}"' in toml
+    assert connector["residents"] == str(run_dir)
+    assert f'residents = "{run_dir}"' in toml
     serve.terminate()
     assert serve.wait(WAIT_S) == 0
     assert not run_dir.exists()

@@ -10,8 +10,9 @@ from typing import Final
 
 from kvtier.errors import ConfigError, UnavailableError
 
-CLI: Final = ("-m", "vllm.entrypoints.cli.main", "serve")
-SERVER: Final = ("-m", "vllm.entrypoints.openai.api_server")
+CLI: Final = ("-P", "-m", "vllm.entrypoints.cli.main", "serve")
+SERVER: Final = ("-P", "-m", "vllm.entrypoints.openai.api_server")
+"""Without the working directory on the path: a clone there would hide what is installed."""
 _LOOK_S_MAX: Final = 60.0
 _FETCH_S_MAX: Final = 3_600.0
 _TAIL_CHARS: Final = 600

@@ -61,6 +61,8 @@ class Wanted:
     events: str
     replay: str
     """ZMQ endpoints."""
+    residents: str = ""
+    """Folder where the connector tells the bridge what is resident; empty: it does not."""
     block_tokens: int = BLOCK_TOKENS
     model_id: str = ""
     revision: str = ""
@@ -75,7 +77,12 @@ class Wanted:
 
 def connector_config(wanted: Wanted) -> Json:
     """The value of `--kv-transfer-config`."""
-    known = {"model_id": wanted.model_id, "revision": wanted.revision, "save": wanted.save}
+    known = {
+        "residents": wanted.residents,
+        "model_id": wanted.model_id,
+        "revision": wanted.revision,
+        "save": wanted.save,
+    }
     told = {name: value for name, value in known.items() if value}
     return {
         "kv_connector": "KvtierConnector",
