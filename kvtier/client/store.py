@@ -198,6 +198,21 @@ class BlockStoreClient:
             return None
         return [blocks.tiers_from(mask) for mask in answer.tiers]
 
+    async def prefix_hashes(
+        self, names: Sequence[FrameName], *, deadline_s: float | None = None
+    ) -> list[int | None] | None:
+        """What the index calls blocks that are named by a foreign engine's digests, as far as the
+        store was told since it started; None where nobody says."""
+        request = pb.ContainsRequest(names=blocks.names_to(names), prefix_hashes=True)
+        try:
+            answer = await self._ask("Contains", request, deadline_s)
+        except ABSENT:
+            return None
+        if not answer.prefix_hashes:
+            return None  # a store of an older version
+        column = blocks.u64s_from("prefix_hashes", answer.prefix_hashes, len(names))
+        return [one or None for one in column]
+
     async def prefetch(self, names: Sequence[FrameName], terms: ReadTerms = _READ) -> int:
         """Have blocks brought into DRAM; how many are there or on their way. 0 without a store."""
         request = pb.PrefetchRequest(

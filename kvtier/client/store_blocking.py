@@ -85,6 +85,12 @@ class BlockStoreClient:
         work = self._client.contains(names, shared=shared, deadline_s=deadline_s)
         return self._run(work, deadline_s)
 
+    def prefix_hashes(
+        self, names: Sequence[FrameName], *, deadline_s: float | None = None
+    ) -> list[int | None] | None:
+        work = self._client.prefix_hashes(names, deadline_s=deadline_s)
+        return self._run(work, deadline_s)
+
     def prefetch(self, names: Sequence[FrameName], terms: ReadTerms = _READ) -> int:
         return self._run(self._client.prefetch(names, terms), None)
 

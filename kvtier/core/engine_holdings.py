@@ -42,13 +42,15 @@ from kvtier.core.identity import (
     chain_root,
     encode_extras,
 )
-from kvtier.core.keys import prefix_hash, prefix_keys
+from kvtier.core.keys import HASH_BYTES, prefix_hash, prefix_keys
 from kvtier.errors import CallerError
 from kvtier.limits import ENGINE_DIGESTS_MAX, ENGINE_RESIDENTS_MAX, PROMPT_TOKENS_MAX
 from kvtier.types import PrefixKey, Tier
 
 U64Array: TypeAlias = npt.NDArray[np.uint64]
 
+_HASH_ONLY_BYTES: Final = HASH_BYTES
+"""A key of this length is only what an index calls a block: nothing can be chained behind it."""
 UNINDEXED: Final = PrefixKey(b"")
 """Known as a block whose identity cannot be told: nor can that of the blocks behind it."""
 _HASH_HEX_CHARS: Final = 2 * CONTENT_ID_BYTES_MIN
@@ -155,8 +157,10 @@ class KnownKeys:
         return key
 
     def learn(self, name: EngineHash, key: PrefixKey) -> None:
-        """What was learnt last counts."""
-        if self._keys.get(name) != key:
+        """What was learnt last counts, but for a hash that stands for no other key."""
+        before = self._keys.get(name)
+        is_less = before is not None and len(key) == _HASH_ONLY_BYTES and before.startswith(key)
+        if before != key and not is_less:
             self._keys[name] = self._fresh[name] = key
         self._keys.move_to_end(name)
         while len(self._keys) > self._count_max:
@@ -257,6 +261,28 @@ class EngineHoldings:
             case AllCleared():
                 return self._cleared()
 
+    def unresolved(self) -> Iterator[EngineHash]:
+        """Residents that an index cannot be told of yet."""
+        return (name for _, name in self._keyless)
+
+    def learn(self, hashes: Mapping[EngineHash, int]) -> list[Change]:
+        """Prefix hashes of `unresolved` blocks; others are ignored. What lies behind them waits
+        for their keys all the same."""
+        changes: list[Change] = []
+        for place, name in list(self._keyless):
+            one = self._residents.get(place, {}).get(name)
+            if name not in hashes or one is None:
+                continue
+            one.key = PrefixKey(hashes[name].to_bytes(HASH_BYTES, "little"))
+            self.known.learn(name, one.key)
+            self._keyless.discard((place, name))
+            self._dirty[place, name] = None
+            self.counts.indexed += 1
+            tier = _TIERS.get(place.medium)
+            if tier is not None:
+                changes.append(Appeared(tier, 0, _hashes([one.key])))
+        return changes
+
     def restart(self) -> list[Change]:
         """The engine's process is another one, which holds nothing yet. Keys stay known."""
         self._residents.clear()
@@ -314,7 +340,7 @@ class EngineHoldings:
         if known is None:
             resident = self._residents.get(event.place, {}).get(event.parent)
             known = None if resident is None else resident.key
-        if known is None:
+        if known is None or len(known) == _HASH_ONLY_BYTES:
             self._wait(event, event.parent)
         elif known == UNINDEXED:
             self._forget_copies(event)
@@ -376,6 +402,9 @@ class EngineHoldings:
             one = residents.get(name)
             is_new = one is not None and one.key != key
             replaced = one.key if one is not None and is_new else None
+            if replaced is not None and one is not None and replaced == key[:HASH_BYTES]:
+                one.key, is_new, replaced = key, False, None  # a hash, and now the whole key
+                self._dirty[event.place, name] = None
             if run and tier is not None and (not is_new or replaced is not None):
                 yield Appeared(tier, parent, _hashes(run))
                 parent, run = int(prefix_hash(run[-1])), []

@@ -32,7 +32,7 @@ from kvtier.core.identity import AdapterRef, MultimodalItem, Pool, chain_root, e
 from kvtier.core.keys import prefix_hashes
 from kvtier.engines.events import DecodePolicy, Dialect, decode
 from kvtier.errors import CallerError
-from kvtier.types import Tier
+from kvtier.types import PrefixKey, Tier
 from tests.support import engine_wire as wire
 from tests.support.fake_engine import EngineCache, Prompt
 
@@ -387,3 +387,58 @@ def test_whatever_an_engine_says_an_index_knows_what_the_books_say(
         assert holdings.pending_tokens <= pending_tokens_max
     index.take(holdings.restart())
     assert (index.gpu(), holdings.residents_count) == (Counter(), 0)
+
+
+def test_a_hash_of_a_block_names_it_and_nothing_behind_it_until_its_key_is_known() -> None:
+    prompt = Prompt(tuple(range(24)))
+    cache = EngineCache(POOL, 16, int_hashes=False)
+    cache.run(Prompt(prompt.tokens[:8]))
+    behind = cache.run(prompt)  # four blocks behind two that nobody told of
+    table = cache.table(prompt)
+    assert table.keys is not None
+    hashes = [int(one) for one in table.keys.hashes]
+    names = [EngineHash(digest) for digest in table.digests]
+    known = KnownKeys(100)
+    holdings, index = EngineHoldings(HoldingsTerms(POOL), known), Told()
+    for event in decode(POLICY, wire.encoded(*behind)).events:
+        index.take(holdings.apply(event))
+    assert (holdings.unresolved_count, +index.copies) == (4, Counter())
+    assert set(holdings.unresolved()) == set(names[2:])
+
+    index.take(holdings.learn(dict(zip(names[2:4], hashes[2:4], strict=True))))
+    assert set(+index.copies) == {(Tier.GPU, one) for one in hashes[2:4]}
+    assert holdings.unresolved_count == 2
+    assert known.find(names[2]) == hashes[2].to_bytes(8, "little")
+    assert holdings.learn({EngineHash(b"x" * 32): 1}) == []
+
+    # The head is computed anew: every key is known now, and nothing is told twice.
+    cache = EngineCache(POOL, 16, int_hashes=False)
+    for event in decode(POLICY, wire.encoded(*cache.run(Prompt(prompt.tokens[:8])))).events:
+        index.take(holdings.apply(event))
+    assert index.copies == Counter({(Tier.GPU, one): 1 for one in hashes})
+    assert (holdings.unresolved_count, holdings.counts.contradictions) == (0, 0)
+    assert known.find(names[3]) == table.keys.key(3)
+    rows = {row.name: row.key for row in holdings.take_rows()[1]}
+    assert rows == {name: table.keys.key(n) for n, name in enumerate(names)}
+
+
+def test_a_parent_of_which_only_a_hash_is_known_names_nothing_behind_it() -> None:
+    known = KnownKeys(10)
+    known.learn(EngineHash(b"p" * 8), PrefixKey(b"h" * 8))
+    holdings = EngineHoldings(HoldingsTerms(POOL), known)
+    tokens = np.arange(4, dtype=np.uint32)
+    stored = BlocksStored(Place(), (EngineHash(b"c" * 8),), EngineHash(b"p" * 8), tokens, 4)
+    assert holdings.apply(stored) == []
+    assert holdings.unresolved_count == 1
+    assert holdings.apply(BlocksRemoved(Place(), (EngineHash(b"c" * 8),))) == []
+    assert holdings.unresolved_count == 0
+
+
+def test_a_hash_does_not_replace_the_key_that_it_is_of() -> None:
+    known = KnownKeys(10)
+    name, key = EngineHash(b"n" * 32), PrefixKey(b"k" * 32)
+    known.learn(name, key)
+    known.learn(name, PrefixKey(key[:8]))
+    assert known.find(name) == key
+    known.learn(name, PrefixKey(b"other hash"[:8]))
+    assert known.find(name) == b"other hash"[:8]

@@ -116,8 +116,11 @@ class ContainsRequest(_message.Message):
 
     NAMES_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     shared: _builtins.bool
     """Also ask tiers that other nodes write, which costs a round trip."""
+    prefix_hashes: _builtins.bool
+    """Also say what the index calls them."""
     @_builtins.property
     def names(self) -> Global___BlockNames: ...
     def __init__(
@@ -125,10 +128,11 @@ class ContainsRequest(_message.Message):
         *,
         names: Global___BlockNames | None = ...,
         shared: _builtins.bool = ...,
+        prefix_hashes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "prefix_hashes", b"prefix_hashes", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -140,19 +144,23 @@ class ContainsResponse(_message.Message):
 
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     prefix_blocks: _builtins.int
     """Blocks from the head on that are in some tier."""
     tiers: _builtins.bytes
-    """u8 per block: bit 1 dram, bit 2 nvme, bit 3 redis."""
+    """u8 per block: bit 1 dram, bit 2 nvme, bit 3 redis, bit 4 stores of other nodes."""
+    prefix_hashes: _builtins.bytes
+    """u64 little-endian per block, 0 where it is not known; empty unless asked for."""
     def __init__(
         self,
         *,
         prefix_blocks: _builtins.int = ...,
         tiers: _builtins.bytes = ...,
+        prefix_hashes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_blocks", b"prefix_blocks", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_blocks", b"prefix_blocks", "prefix_hashes", b"prefix_hashes", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -886,7 +894,7 @@ class StoreTierStats(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     CALL_US_FIELD_NUMBER: _builtins.int
     tier: _builtins.int
-    """dram 1, nvme 2, redis 3."""
+    """dram 1, nvme 2, redis 3, stores of other nodes 4."""
     blocks: _builtins.int
     bytes: _builtins.int
     bytes_max: _builtins.int

@@ -224,8 +224,17 @@ class BridgeConfig(Root):
     """prefill, decode or both."""
     index: DialConfig = field(default_factory=DialConfig)
     """Index replicas to tell what the engine holds."""
+    resolver: DialConfig = field(default_factory=DialConfig)
+    """The store of the engine's connector, to be asked for blocks of which nobody told the tokens;
+    none: it is not asked. Needs `model.namespace`, and engines that publish whole digests."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """Logs, metrics and traces."""
+
+    def __post_init__(self) -> None:
+        if self.resolver.targets and not self.model.namespace:
+            raise ConfigError("resolver: model.namespace is needed to name blocks to a store")
+        if len(self.resolver.targets) > 1:
+            raise ConfigError("resolver: one store is enough")
 
     def policy(self) -> DecodePolicy:
         return DecodePolicy(

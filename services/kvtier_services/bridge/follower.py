@@ -18,6 +18,7 @@ from kvtier_services.bridge.config import BridgeConfig
 from kvtier_services.bridge.feed import FeedSocket
 from kvtier_services.bridge.memory import BridgeMemory
 from kvtier_services.bridge.rank import Announcer, Doors, EngineRank, FeedTerms
+from kvtier_services.bridge.resolver import Resolver
 from kvtier_services.bridge.sockets import RankAddress, Wire
 
 LOG: Final = EventLog("kvtier_services.bridge")
@@ -57,6 +58,7 @@ class Follower:
         paths = {n: engine.feed_path(n) for n in range(engine.ranks)}
         self.feeds = {n: FeedSocket(path) for n, path in paths.items() if path is not None}
         self.ranks = [self._rank(n, card, speaking) for n in range(engine.ranks)]
+        self.resolver = Resolver(config)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bridge", daemon=True)
         self._saved_at = clock()
@@ -114,6 +116,7 @@ class Follower:
             self._wire.close()
             for feed in self.feeds.values():
                 feed.close()
+            self.resolver.close()
             self._save()
 
     def _wait_s(self) -> float:
@@ -133,6 +136,7 @@ class Follower:
             if rank.number in self.feeds:
                 is_pending |= self.feeds[rank.number].take(rank, now)
             rank.tick(now, engine.gone_ms / 1000, engine.probe_ms / 1000)
+        self.resolver.turn(self.ranks, self._clock())
         if self._is_unsaved() and self._clock() >= self._saved_at + self._save_s:
             self._save()
         return is_pending

@@ -18,6 +18,7 @@ from kvtier_services.bridge.load import LoadReader
 from kvtier_services.bridge.memory import BridgeMemory
 from kvtier_services.bridge.publishing import Speaker
 from kvtier_services.bridge.rank import EngineRank, Source
+from kvtier_services.bridge.resolver import Outcome
 
 W = TypeVar("W", bound=StrEnum)
 
@@ -35,6 +36,10 @@ SOURCES: Final = MetricDef(
 FEED_FAULTS: Final = MetricDef(
     _COUNTER, "kvtier_bridge_connector_refused_total", "Connectors not listened to, by why.",
     (Label("reason", tuple(fault.value for fault in FeedFault)),),
+)  # fmt: skip
+RESOLVED: Final = MetricDef(
+    _COUNTER, "kvtier_bridge_store_lookups_total", "Digests that the store was asked for.",
+    (Label("outcome", tuple(outcome.value for outcome in Outcome)),),
 )  # fmt: skip
 DOUBTS: Final = MetricDef(
     _GAUGE, "kvtier_bridge_doubts", "Ranks of which it is not known what they hold, by reason.",
@@ -84,7 +89,7 @@ PUBLISHED: Final = MetricDef(
 )
 
 DEFINITIONS: Final = (
-    RANKS, SOURCES, FEED_FAULTS, DOUBTS, MESSAGES, SEQUENCE, EVENTS, UNDECODABLE, INDEXED,
+    RANKS, SOURCES, FEED_FAULTS, RESOLVED, DOUBTS, MESSAGES, SEQUENCE, EVENTS, UNDECODABLE, INDEXED,
     UNINDEXED, ODDITIES, RESIDENTS, PENDING, KNOWN, MEMORY, UNSAVED, PUBLISHED, LOAD_FAILURES,
 )  # fmt: skip
 
@@ -119,6 +124,9 @@ def read_from(metrics: Metrics, parts: Parts) -> None:
     pull(FEED_FAULTS, lambda: [
         ((fault.value,), sum(feed.faults[fault] for feed in follower.feeds.values()))
         for fault in FeedFault
+    ])  # fmt: skip
+    pull(RESOLVED, lambda: [
+        ((outcome.value,), follower.resolver.outcomes[outcome]) for outcome in Outcome
     ])  # fmt: skip
     pull(DOUBTS, lambda: each(Doubt, lambda rank, doubt: doubt in rank.doubts))
     pull(MESSAGES, lambda: [

@@ -5,12 +5,12 @@ mean (`kvtier.core.engine_sequence`, `engine_holdings`), which this only carries
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
-from kvtier.core.engine_events import AllCleared, EventFault
+from kvtier.core.engine_events import AllCleared, EngineHash, EventFault
 from kvtier.core.engine_holdings import Appeared, Change, EngineHoldings, Vanished
 from kvtier.core.engine_residents import Frame, Hello, Rows, SlotBooks
 from kvtier.core.engine_sequence import (
@@ -179,6 +179,25 @@ class EngineRank:
         LOG.warning("connector is gone", rank=self.number)
         self._is_feed_open = self._is_synced = False
         self._lost(now)
+
+    # ---- what a store knows
+
+    def unresolved(self) -> Iterator[EngineHash]:
+        """Digests of which nobody has said what an index calls them."""
+        yield from self.holdings.unresolved()
+        if self.slots is not None:
+            yield from self.slots.unknown()
+
+    def learn(self, hashes: Mapping[EngineHash, int]) -> None:
+        """Prefix hashes of digests that were `unresolved`."""
+        self.unsaved += 1
+        self._tell(self.holdings.learn(hashes))
+        if self.slots is not None:
+            self.slots.learn(hashes)
+            changes = self.slots.settle()
+            if self.source is Source.CONNECTOR:
+                self._announce(changes)
+        self._settle()
 
     # ---- messages
 

@@ -161,6 +161,10 @@ class Announcer:
             if publisher is not None:
                 publisher.remove(tier, self._hashes.column(some))
 
+    def hashes_of(self, names: Sequence[FrameName]) -> list[int]:
+        """What the index calls blocks; 0 where nobody has said so."""
+        return [self._hashes.hash_of(name) or 0 for name in names]
+
     def learn(self, names: Sequence[FrameName], hashes: Sequence[int], watch: TierWatch) -> None:
         """Prefix hashes of blocks named by engine digests; those that are held are told now."""
         for name in self._hashes.learn(names, hashes):

@@ -136,7 +136,12 @@ class StoreService:
             await refuse(context, error)
         masks = bytes(blocks.tier_mask(tiers) for tiers in found)
         prefix = masks.find(0)
-        return pb.ContainsResponse(prefix_blocks=len(masks) if prefix < 0 else prefix, tiers=masks)
+        hashes = self._parts.announcer.hashes_of(names) if request.prefix_hashes else ()
+        return pb.ContainsResponse(
+            prefix_blocks=len(masks) if prefix < 0 else prefix,
+            tiers=masks,
+            prefix_hashes=blocks.u64s(hashes),
+        )
 
     # Shared memory
 
