@@ -20,12 +20,15 @@ from kvtier.local.probes import http_answer
 from kvtier.telemetry.metrics import MetricDef, MetricKind
 from kvtier.telemetry.service import TELEMETRY_METRICS
 from kvtier_router.metrics import DEFINITIONS as ROUTER
+from kvtier_services.bridge.metrics import DEFINITIONS as BRIDGE
 from kvtier_services.index.metrics import DEFINITIONS as INDEX
 from kvtier_services.store.metrics import DEFINITIONS as STORE
 from kvtier_services.worker.http.metrics import TABLE as ENDPOINT
 from kvtier_services.worker.metrics import TABLE as WORKER
 from tests.harness.processes import ProcessRunner
 from tests.support import promql
+from tests.support.bridge_cluster import BridgeCluster, EngineSpec, channel_of
+from tests.support.index_cluster import IndexProcess, index_launch
 from tests.support.local_cluster import LocalCluster, router_of, start_cluster
 from tests.support.worker_cluster import Failed, prompt_of
 
@@ -42,10 +45,19 @@ TABLES = {
     "index": INDEX,
     "store": STORE,
     "worker": (*WORKER, *ENDPOINT),
+    "bridge": BRIDGE,
 }
 DEFINED: dict[str, MetricDef] = {
     definition.name: definition
-    for definition in (*ROUTER, *INDEX, *STORE, *WORKER, *ENDPOINT, *TELEMETRY_METRICS)
+    for definition in (
+        *ROUTER,
+        *INDEX,
+        *STORE,
+        *WORKER,
+        *ENDPOINT,
+        *BRIDGE,
+        *TELEMETRY_METRICS,
+    )
 }
 OF_PROMETHEUS = {"job", "instance", "le"}
 OF_ALL = {"up", "kvtier_build_info", "kvtier_telemetry_label_overflow_total"}
@@ -96,7 +108,25 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def pages(cluster: LocalCluster) -> dict[str, Page]:
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BridgeCluster]:
+    """A foreign engine and its bridge, with an index of their own."""
+    with ProcessRunner("deploy_bridge", tmp_path_factory.mktemp("bridge")) as runner:
+        launch, port = index_launch(runner)
+        cluster = BridgeCluster(runner, IndexProcess(runner.start(launch), port), EngineSpec())
+        asyncio.run(_follow(cluster))
+        yield cluster
+
+
+async def _follow(cluster: BridgeCluster) -> None:
+    await cluster.start_engine()
+    await cluster.start_bridge()
+    async with channel_of(cluster) as cluster.channel:
+        await cluster.ask("run", 1, 3)
+        await cluster.shows(exact=True)
+
+
+@pytest.fixture(scope="module")
+def pages(cluster: LocalCluster, bridge: BridgeCluster) -> dict[str, Page]:
     asyncio.run(_load(cluster))
     ports = json.loads((DataDirectory(cluster.root).root / "ports.json").read_text())
     found = {one.name: one.address for one in cluster.state.services}
@@ -105,6 +135,7 @@ def pages(cluster: LocalCluster) -> dict[str, Page]:
         "index": f"127.0.0.1:{ports['index-metrics']}",
         "store": f"127.0.0.1:{ports['store-metrics']}",
         "worker": found["worker-1"],
+        "bridge": f"127.0.0.1:{bridge.page_port}",
     }
     return {name: page_of(address) for name, address in addresses.items()}
 
@@ -179,6 +210,8 @@ def test_counts_of_a_load_are_on_the_pages(pages: dict[str, Page]) -> None:
     assert {"api": "completions", "status": "4xx"} in router
     tiers = {one["tier"] for one in pages["store"].labels["kvtier_store_bytes"]}
     assert {"dram", "nvme"} <= tiers
+    states = pages["bridge"].labels["kvtier_bridge_ranks"]
+    assert [one["state"] for one in states] == ["absent", "exact", "degraded"]
 
 
 # ---- alerts

@@ -237,8 +237,10 @@ def _read_outcomes(metrics: Metrics, stats: Callable[[], StoreStats]) -> None:
     metrics.pull(
         DROPPED,
         lambda: [
-            ((_word(t), reason.value), count)
-            for (t, reason), count in stats().counts.dropped.items()
+            ((_word(t), reason.value), found.counts.dropped.get((t, reason), 0))
+            for found in [stats()]
+            for t in found.tiers
+            for reason in Reason
         ],
     )
     metrics.pull(
