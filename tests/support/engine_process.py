@@ -11,6 +11,7 @@ decoders.
 import base64
 import json
 import queue
+import random
 import socket
 import sys
 import threading
@@ -164,6 +165,21 @@ class Commands:
         if on:
             one.tell()
         return True
+
+    def churn(self, seed: int, blocks: int, rank: int = 0) -> int:
+        """Compute prompts, some of them longer ones of before, until so many blocks were stored.
+        Now and then a message is lost. How many blocks it were."""
+        rng = random.Random(seed)
+        one = self._ranks[rank]
+        stored = 0
+        while stored < blocks:
+            chain, length = rng.randrange(10_000), rng.randint(1, 40)
+            tokens = tuple(100_000 * chain + n for n in range(length * self._block_tokens))
+            salt = rng.choice([None, None, None, "tenant"])
+            events = one.run(Prompt(tokens, salt), twice=rng.random() < 0.05)
+            stored += sum(len(e.block_hashes) for e in events if isinstance(e, wire.BlockStored))
+            one.publish(events, heard=rng.random() > 0.01)
+        return stored
 
     def say(self, payload: str, rank: int = 0) -> bool:
         """Publish any bytes."""

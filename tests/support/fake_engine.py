@@ -94,7 +94,8 @@ class EngineCache:
             found = self._by_digest.get(digest)
             if not found:
                 break
-            slots.append(max(found, key=list(self._used).index))
+            newest = len(found) > 1
+            slots.append(max(found, key=list(self._used).index) if newest else next(iter(found)))
         keys = None
         if prompt.adapter is None or prompt.ref is not None:
             root = chain_root(self._pool, prompt.salt, prompt.ref)
