@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from kvtier.core.frame import FrameName
-from kvtier.ports import GetStatus, PutStatus, RemovalCause
+from kvtier.ports import BlockOwner, GetStatus, PutRequest, PutStatus, RemovalCause
 from kvtier.tiers.redis.caretaker import RedisCaretaker
 from kvtier.tiers.redis.config import RedisConfig, parse_url
-from kvtier.tiers.redis.control import ID_KEY, LOCK_KEY
+from kvtier.tiers.redis.control import ANNOUNCED_KEY, ID_KEY, LOCK_KEY
 from kvtier.tiers.redis.holder import (
     Began,
     Completed,
@@ -22,12 +22,14 @@ from kvtier.tiers.redis.holder import (
 )
 from kvtier.tiers.redis.naming import block_key
 from kvtier.tiers.redis.tier import RedisTier
+from kvtier.types import Fingerprint
 from tests.faults.redis_node import POLICY
 from tests.harness.processes import REPOSITORY, Launch, ProcessRunner, python_module
 from tests.harness.valkey import Valkey, ValkeyOptions, requires_valkey, start_valkey
 from tests.harness.waiting import eventually_async
 from tests.tiers.contract import (
     NAMESPACE,
+    OTHER_NAMESPACE,
     bytes_of,
     get,
     get_status,
@@ -44,30 +46,47 @@ SLOW = HolderPolicy(look_s=1.0, lock_ttl_s=30.0)
 
 
 class Index:
-    """What an index makes of the events: one epoch after another, each replacing the last."""
+    """What an index makes of the events: one epoch a namespace after another, each replacing the
+    last."""
 
     def __init__(self) -> None:
-        self.held: set[int] = set()
+        self.by_namespace: dict[Fingerprint, set[int]] = {}
         self.lives_count = 0
         self.is_complete = False
 
+    @property
+    def held(self) -> set[int]:
+        return set[int]().union(*self.by_namespace.values())
+
     def take(self, events: Sequence[HolderEvent]) -> None:
+        began: set[Fingerprint] = set()
         for event in events:
             match event:
                 case Began():
-                    self.held, self.is_complete = set(), False
+                    began = set(self.by_namespace)
+                    self.is_complete = False
                     self.lives_count += 1
                 case Stored():
-                    assert event.namespace == NAMESPACE
-                    assert not self.held & set(event.hashes), "stored twice"
-                    self.held |= set(event.hashes)
+                    self._renew(event.namespace, began)
+                    held = self.by_namespace.setdefault(event.namespace, set())
+                    assert not held & set(event.hashes), "stored twice"
+                    held |= set(event.hashes)
                 case Removed():
-                    assert set(event.hashes) <= self.held, "removed without being there"
-                    self.held -= set(event.hashes)
+                    held = self.by_namespace[event.namespace]
+                    assert set(event.hashes) <= held, "removed without being there"
+                    held -= set(event.hashes)
                 case Completed():
+                    for namespace in event.emptied:
+                        self._renew(namespace, began)
                     self.is_complete = True
                 case Ended():
                     pass
+
+    def _renew(self, namespace: Fingerprint, began: set[Fingerprint]) -> None:
+        """The first that a term says of a namespace replaces what the one before said."""
+        if namespace in began:
+            began.remove(namespace)
+            self.by_namespace[namespace] = set()
 
 
 class Node:
@@ -148,6 +167,76 @@ async def test_blocks_of_a_killed_node_are_announced_by_another_and_read_whole(
         assert index.held == hashes(range(20))
         for n in range(20):
             assert bytes_of(await get(survivor.tier, name_of(n))) == payload_of(n)
+
+
+async def test_after_a_death_the_old_list_is_shown_until_the_new_one_is_whole(
+    processes: ProcessRunner,
+) -> None:
+    """The census of the successor takes many looks; at none of them the index has a part of it."""
+    server, index = await started(processes), Index()
+    short = HolderPolicy(look_s=0.1, lock_ttl_s=0.5, patience_s=600.0)
+    slow = HolderPolicy(look_s=0.1, lock_ttl_s=30.0, patience_s=600.0, page_count=1,
+                        pages_per_look=1)  # fmt: skip
+    async with node(server, index, short) as first, node(server, index, slow) as second:
+        await put(first.tier, *map(put_of, range(30)))
+        other = PutRequest(name_of(1, OTHER_NAMESPACE), payload_of(1), BlockOwner(7))
+        await put(first.tier, other)
+        assert await first.look() is Standing.ANNOUNCER
+        # It dies here: no goodbye, its lock lives on for a term. Then the server loses some.
+        before = dict(index.by_namespace)
+        assert before == {NAMESPACE: hashes(range(30)), OTHER_NAMESPACE: hashes([1])}
+        lost = [*map(name_of, range(10)), name_of(1, OTHER_NAMESPACE)]
+        assert server.command("DEL", *map(block_key, lost)) == b":11\r\n"
+        await put(second.tier, put_of(77))
+        standings: list[Standing] = []
+
+        async def is_over() -> bool:
+            standings.append(await second.look())
+            is_whole = standings[-1] is Standing.ANNOUNCER
+            after = {NAMESPACE: hashes([*range(10, 30), 77]), OTHER_NAMESPACE: set[int]()}
+            assert index.by_namespace == (after if is_whole else before)
+            return is_whole
+
+        await eventually_async(is_over, 30.0, "a whole census of the successor")
+        assert standings.count(Standing.CANDIDATE) >= 5
+        assert index.lives_count == 2
+        assert index.is_complete
+
+
+async def test_after_a_goodbye_a_successor_says_at_once_what_it_knows(
+    processes: ProcessRunner,
+) -> None:
+    server, index = await started(processes), Index()
+    slow = HolderPolicy(look_s=0.1, lock_ttl_s=30.0, page_count=1, pages_per_look=1)
+    async with node(server, index, slow) as first, node(server, index, slow) as second:
+        await put(first.tier, *map(put_of, range(30)))
+
+        async def is_announcer() -> bool:
+            return await first.look() is Standing.ANNOUNCER
+
+        await eventually_async(is_announcer, 30.0, "a census")
+        assert server.command("EXISTS", ANNOUNCED_KEY) == b":1\r\n"
+        await first.caretaker.close()
+        assert server.command("EXISTS", ANNOUNCED_KEY) == b":0\r\n"
+        await put(second.tier, put_of(77))
+        assert await second.look() is Standing.CANDIDATE
+        assert index.lives_count == 2
+        assert hashes([77]) <= index.held < hashes([*range(30), 77])
+
+
+async def test_something_else_at_the_key_of_the_announced_is_overwritten(
+    processes: ProcessRunner,
+) -> None:
+    server, index = await started(processes), Index()
+    async with node(server, index) as one:
+        await put(one.tier, put_of(1))
+        for command in (("LPUSH", ANNOUNCED_KEY, "x"), ("SET", ANNOUNCED_KEY, "no namespaces")):
+            server.command("DEL", ANNOUNCED_KEY)
+            server.command(*command)
+            assert await one.look() is Standing.ANNOUNCER
+            assert index.held == hashes([1])
+            assert NAMESPACE in server.command("GET", ANNOUNCED_KEY)
+            await one.caretaker.close()
 
 
 async def test_evictions_leave_less_than_one_phantom_in_a_hundred(

@@ -1,5 +1,6 @@
 """What an index hears of a store: its own blocks by tier, and those of a shared Redis."""
 
+import asyncio
 import io
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +12,8 @@ from kvtier.core.frame import FrameName, KeyKind
 from kvtier.core.planner import WritePolicy
 from kvtier.ports import ByNames
 from kvtier.sections import DialConfig, ListenConfig
-from kvtier.types import HolderKind, Tier, Trust
+from kvtier.tiers.redis.naming import block_key
+from kvtier.types import Fingerprint, HolderKind, Tier, Trust
 from kvtier.wire import blocks, rpc
 from kvtier.wire import messages as pb
 from kvtier_services.index.config import IndexConfig
@@ -22,13 +24,15 @@ from kvtier_services.store.main import RunningStore
 from tests.harness.processes import ProcessRunner
 from tests.harness.valkey import requires_valkey, start_valkey
 from tests.harness.waiting import eventually_async
+from tests.support.store_cluster import start_store
 from tests.support.store_service import BLOCK, MIB, Client, a_store, names, small_store
-from tests.tiers.contract import NAMESPACE, OTHER_NAMESPACE, payload_of, soon
+from tests.tiers.contract import NAMESPACE, OTHER_NAMESPACE, name_of, payload_of, soon
 
 
 @asynccontextmanager
-async def an_index() -> AsyncIterator[RunningIndex]:
-    config = IndexConfig(listen=ListenConfig(bind="127.0.0.1:0"), lease_ms=1000, drain_ms_max=0)
+async def an_index(lease_ms: int = 1000) -> AsyncIterator[RunningIndex]:
+    listen = ListenConfig(bind="127.0.0.1:0")
+    config = IndexConfig(listen=listen, lease_ms=lease_ms, drain_ms_max=0)
     async with serve_index(config, io.StringIO()) as running:
         yield running
 
@@ -44,6 +48,17 @@ def held(index: RunningIndex, kind: HolderKind, tier: Tier) -> set[int]:
     return found
 
 
+def shown(index: RunningIndex) -> dict[Fingerprint, set[int]]:
+    """What the index says of a shared Redis, namespace by namespace."""
+    found: dict[Fingerprint, set[int]] = {}
+    for record in index.state.fleet.records():
+        if record.key.kind is HolderKind.SHARED and not record.hidden:
+            for shard in record.shards:
+                snapshot = index.state.fleet.index.snapshot(record.holder, Tier.REDIS, shard)
+                found.setdefault(record.info.namespace, set()).update(snapshot.hashes.tolist())
+    return found
+
+
 def hashes(*numbers: int) -> set[int]:
     return {int.from_bytes(name.key[:8], "little") for name in names(*numbers)}
 
@@ -52,7 +67,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     async def asked() -> bool:
         return condition()
 
-    await eventually_async(asked, 15, what)
+    await eventually_async(asked, 30, what)
 
 
 def telling(index: RunningIndex, directory: Path, **changes: object) -> StoreConfig:
@@ -161,3 +176,42 @@ async def test_a_shared_redis_is_a_holder_of_its_own_and_outlives_the_writer(
                     "announced by the other store",
                 )
                 assert held(index, HolderKind.STORE, Tier.REDIS) == set()
+
+
+async def test_an_announcer_that_is_killed_is_followed_without_a_gap_and_without_leftovers(
+    tmp_path: Path, processes: ProcessRunner
+) -> None:
+    """Its lock ends long before its lease: from the kill on an index shows the old list, then the
+    new one, and of the namespace that has emptied meanwhile nothing."""
+    server = await asyncio.to_thread(start_valkey, processes)
+    redis = RedisSection(url=Secret(server.url), write_policy=WritePolicy.ON_SEAL, touches_min=1)
+    async with an_index(lease_ms=60_000) as index:
+        store = await asyncio.to_thread(
+            start_store,
+            processes,
+            tmp_path / "first",
+            redis={"url": server.url, "write_policy": "on_seal", "touches_min": 1},
+            index={"targets": [f"127.0.0.1:{index.port}"]},
+            nvme={"enabled": False},
+        )
+        both = names(1, 2, 3), [name_of(9, OTHER_NAMESPACE)]
+        async with store.client(remote=True) as client:
+            for some in both:
+                payloads = [payload_of(9, BLOCK) for _ in some]
+                assert all(r.is_held for r in await client.put_many(some, payloads))
+        before = {NAMESPACE: hashes(1, 2, 3), OTHER_NAMESPACE: hashes(9)}
+        await until(lambda: shown(index) == before, "all of the first store")
+        await asyncio.to_thread(store.process.kill)
+        gone = (block_key(names(2)[0]), block_key(both[1][0]))
+        assert await asyncio.to_thread(server.command, "DEL", *gone) == b":2\r\n"
+        after = {NAMESPACE: hashes(1, 3), OTHER_NAMESPACE: set[int]()}
+
+        def is_followed() -> bool:
+            now = shown(index)
+            assert all(now[n] in (before[n], after[n]) for n in before), now
+            return now == after
+
+        assert not is_followed()
+        second = telling(index, tmp_path / "second", redis=redis)
+        async with a_store(replace(second, instance="s2", node="n2")):
+            await until(is_followed, "the successor's list")

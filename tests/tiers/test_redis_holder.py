@@ -146,6 +146,49 @@ def test_the_announcer_says_everything_it_believes_and_then_the_changes() -> Non
     assert shared.poll() == []
 
 
+def test_a_successor_says_nothing_before_it_can_say_everything() -> None:
+    """Until then an index shows what the one before said; then the truth, in one go."""
+    belief, shared = holder()
+    belief.add(name_of(1))
+    left = [OTHER_NAMESPACE, NAMESPACE]
+    shared.on_lock("id", asked_s=0.0, is_ours=True, inherited=left)
+    shared.begin_census(0.0)
+    belief.seen([name_of(2)])
+    assert shared.standing() is Standing.CANDIDATE
+    assert shared.poll() == []
+    belief.seen([name_of(3)])
+    assert shared.end_census() == [name_of(1)]
+    began, stored, completed = shared.poll()
+    assert (began, completed) == (Began("id"), Completed((OTHER_NAMESPACE,)))
+    assert isinstance(stored, Stored)
+    assert set(stored.hashes) == {prefix_hash(name_of(2)), prefix_hash(name_of(3))}
+
+
+def test_a_census_that_takes_too_long_is_not_waited_for() -> None:
+    belief, shared = holder()
+    belief.add(name_of(1))
+    shared.on_lock("id", asked_s=0.0, is_ours=True, inherited=[NAMESPACE, OTHER_NAMESPACE])
+    shared.begin_census(0.0)
+    for now in range(1, 10):
+        shared.on_lock("id", asked_s=now, is_ours=True)
+        shared.on_time(now)
+        assert shared.poll() == []
+    shared.on_time(HolderPolicy().patience_s)
+    assert shared.poll() == [Began("id"), Stored(NAMESPACE, (prefix_hash(name_of(1)),))]
+    belief.seen([name_of(1)])
+    shared.end_census()
+    assert shared.poll() == [Completed((OTHER_NAMESPACE,))]
+
+
+def test_a_successor_whose_term_ends_before_it_spoke_takes_nothing_back() -> None:
+    belief, shared = holder()
+    belief.add(name_of(1))
+    shared.on_lock("id", asked_s=0.0, is_ours=True, inherited=[NAMESPACE])
+    shared.on_lock("id", asked_s=1.0, is_ours=False)
+    assert shared.standing() is Standing.BYSTANDER
+    assert shared.poll() == []
+
+
 def test_a_block_named_by_an_engines_digest_is_not_announced() -> None:
     belief, shared = holder()
     belief.add(FrameName(KeyKind.ENGINE_DIGEST, b"\1" * 32, NAMESPACE))

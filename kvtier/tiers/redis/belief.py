@@ -13,9 +13,11 @@ What must not live here: I/O, when to look (`holder`), who is told (`tier`).
 """
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 from kvtier.core.frame import FrameName
+from kvtier.types import Fingerprint
 
 
 class Belief:
@@ -28,6 +30,7 @@ class Belief:
         self._names: list[FrameName] = []
         self._sizes: list[int] = []
         self._bytes = 0
+        self._namespaces: Counter[Fingerprint] = Counter()
         self._doubted: set[FrameName] | None = None
         self._changed: set[FrameName] | None = None
         self.overflows_count = 0
@@ -48,6 +51,10 @@ class Belief:
         """All of them. O(n)."""
         return list(self._names)
 
+    def namespaces(self) -> set[Fingerprint]:
+        """Those of all names. O(namespaces)."""
+        return set(self._namespaces)
+
     def add(self, name: FrameName, value_bytes: int = 0) -> bool:
         """It is there; `value_bytes` 0: of unknown length. True if that is new. Mutates."""
         if self._doubted is not None:
@@ -65,6 +72,7 @@ class Belief:
         self._names.append(name)
         self._sizes.append(value_bytes)
         self._bytes += value_bytes
+        self._namespaces[name.namespace] += 1
         self._note(name)
         return True
 
@@ -80,6 +88,9 @@ class Belief:
             self._places[last_name] = place
         if self._doubted is not None:
             self._doubted.discard(name)
+        self._namespaces[name.namespace] -= 1
+        if not self._namespaces[name.namespace]:
+            del self._namespaces[name.namespace]
         self._note(name)
         return True
 
@@ -89,6 +100,7 @@ class Belief:
         for name in gone:
             self._note(name)
         self._places, self._names, self._sizes, self._bytes = {}, [], [], 0
+        self._namespaces = Counter()
         self._doubted = None if self._doubted is None else set()
         return gone
 

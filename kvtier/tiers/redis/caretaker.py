@@ -5,6 +5,7 @@ whoever publishes KVEvents. What must not live here: decisions, publishing.
 """
 
 import asyncio
+import contextlib
 import random
 import secrets
 import time
@@ -16,8 +17,11 @@ from kvtier.tiers.redis.holder import HolderEvent, HolderPolicy, SharedHolder, S
 from kvtier.tiers.redis.naming import name_of_key, pattern
 from kvtier.tiers.redis.tier import RedisTier
 from kvtier.tiers.redis.troubles import RedisTroubleError, Trouble
+from kvtier.types import Fingerprint
 
 _ID_BYTES: Final = 16
+_ANNOUNCED_S: Final = 3600.0
+"""How long a successor may need to hear which namespaces were announced: longer than any lease."""
 
 
 class RedisCaretaker:
@@ -34,6 +38,8 @@ class RedisCaretaker:
         self._id = secrets.token_hex(_ID_BYTES)
         self._dice = random.Random(secrets.randbits(64))  # noqa: S311 (a sample, no secret)
         self._cursor = 0
+        self._namespaces: set[Fingerprint] = set()
+        """What was announced as of the last look."""
         self.trouble: Trouble | None = None
         """What the last look met; None: it was complete."""
 
@@ -78,9 +84,14 @@ class RedisCaretaker:
             self._holder.abandon_census()
 
     async def close(self) -> None:
-        """Give the lock back, so that another store takes over at once. Never raises for I/O."""
+        """Give the lock back, so that another store takes over at once. Never raises for I/O.
+
+        What was announced must have been taken back: a successor does not wait for its census.
+        """
         try:
             async with asyncio.timeout(self._policy.look_s):
+                if self.standing() is not Standing.BYSTANDER:
+                    await self._tier.control.forget_announced()
                 await self._tier.control.release_lock(self._token)
         except (TimeoutError, RedisTroubleError):
             return  # the term ends by itself
@@ -94,7 +105,11 @@ class RedisCaretaker:
         self._id = await control.identify(self._id)
         asked_s = self._clock()
         is_ours = await control.hold_lock(self._token, self._policy.lock_ttl_s)
-        self._holder.on_lock(self._id, asked_s=asked_s, is_ours=is_ours)
+        inherited: list[Fingerprint] = []
+        if is_ours and self._holder.standing() is Standing.BYSTANDER:
+            inherited = await control.announced()
+            self._namespaces = set()
+        self._holder.on_lock(self._id, asked_s=asked_s, is_ours=is_ours, inherited=inherited)
         if not is_ours and self._holder.is_counting:
             self._cursor = 0
             self._holder.abandon_census()
@@ -106,6 +121,16 @@ class RedisCaretaker:
             self._holder.begin_census(self._clock())
         if self._holder.is_counting:
             await self._count_some()
+        if self._holder.standing() is Standing.ANNOUNCER:
+            await self._remember()
+
+    async def _remember(self) -> None:
+        """Leave word of what is announced, before it is: nothing is awaited between this and the
+        `poll` that follows a look. A namespace that is empty stays for one look more."""
+        namespaces = self._tier.belief.namespaces()
+        with contextlib.suppress(RedisTroubleError):  # a server out of memory takes nothing new
+            await self._tier.control.remember_announced(namespaces | self._namespaces, _ANNOUNCED_S)
+        self._namespaces = namespaces
 
     async def _count_some(self) -> None:
         for _ in range(self._policy.pages_per_look):

@@ -6,7 +6,7 @@ stopped server was measured to take 7.6 s. What must not live here: the data pat
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -14,6 +14,7 @@ import redis.exceptions
 from redis.asyncio import Redis, Sentinel, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.connection import Connection, ConnectionPool
 
+from kvtier.limits import STORE_NAMESPACES_MAX
 from kvtier.tiers.redis.config import (
     HostPort,
     Login,
@@ -26,10 +27,14 @@ from kvtier.tiers.redis.config import (
 )
 from kvtier.tiers.redis.naming import META_PREFIX
 from kvtier.tiers.redis.troubles import RedisTroubleError, Trouble, classify
+from kvtier.types import Fingerprint
 
 ID_KEY: Final = META_PREFIX + b"id"
 LOCK_KEY: Final = META_PREFIX + b"announcer"
+ANNOUNCED_KEY: Final = META_PREFIX + b"announced"
 _ID_BYTES_MAX: Final = 64
+_FINGERPRINT_BYTES: Final = 32
+_ANNOUNCED_BYTES_MAX: Final = _FINGERPRINT_BYTES * STORE_NAMESPACES_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,31 @@ class RedisControl:
         async with self.recheck(LOCK_KEY) as lock:
             if lock.value == token.encode():
                 lock.condemn()
+
+    async def announced(self) -> list[Fingerprint]:
+        """The namespaces that an announcer left there; none where something else stands there."""
+        async with self._call() as client:
+            try:
+                packed = cast("bytes | None", await client.get(ANNOUNCED_KEY)) or b""
+            except redis.exceptions.ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
+                return []
+        if len(packed) % _FINGERPRINT_BYTES or len(packed) > _ANNOUNCED_BYTES_MAX:
+            return []
+        starts = range(0, len(packed), _FINGERPRINT_BYTES)
+        return [Fingerprint(packed[at : at + _FINGERPRINT_BYTES]) for at in starts]
+
+    async def remember_announced(self, namespaces: Iterable[Fingerprint], ttl_s: float) -> None:
+        """Leave for a successor which namespaces are announced; at most STORE_NAMESPACES_MAX."""
+        packed = b"".join(sorted(namespaces)[:STORE_NAMESPACES_MAX])
+        async with self._call() as client:
+            await client.set(ANNOUNCED_KEY, packed, px=max(1, int(ttl_s * 1000)))
+
+    async def forget_announced(self) -> None:
+        """Leave nothing: what was announced has been taken back."""
+        async with self._call() as client:
+            await client.unlink(ANNOUNCED_KEY)
 
     async def forget(self) -> None:
         """Give up the connections: the next call asks where the master is."""

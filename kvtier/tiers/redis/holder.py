@@ -8,6 +8,13 @@ event stream; and a holder's stream has one publisher (an epoch, a sequence). He
   new epoch for everything of the old, and fences the old one. So two announcers at a time, which a
   lock with a TTL cannot exclude (one is stopped while its term ends; the server evicts the lock or
   fails over), cost a resend and never a wrong set for long.
+- **It takes over whole.** Where an announcer ended without a goodbye (killed, cut off) an index
+  shows what it said until the index's own lease ends, which may be long after the lock's term. A
+  successor that began at once would replace that by the little it knows itself. So it first counts:
+  until its census is complete, `patience_s` at most, the index shows the old list, then the new one
+  in one step. Namespaces that were announced before and are empty now it says to be empty; which
+  ones those were stands in the Redis (`announced`). After a goodbye an index shows nothing, nothing
+  stands there, and the successor begins with what it knows, growing until its census is complete.
 - **It learns by SCAN, not by being told.** The census finds what every node wrote, dead ones
   included, and what the server evicted, by one mechanism that needs no cooperation, no log that
   must be trimmed and no server setting. The announcer's own traffic is known at once; of others it
@@ -56,6 +63,9 @@ class HolderPolicy:
     """Keys that the server looks at for one page of SCAN, in one go."""
     pages_per_look: int = 200
     """Of a census: 100,000 keys a second with these defaults."""
+    patience_s: float = 10.0
+    """A census that takes longer is not waited for: what the predecessor said is hidden by then
+    (an index's lease is 3 s by default), and a part is better than nothing."""
 
     def __post_init__(self) -> None:
         counts = (self.sample_count, self.page_count, self.pages_per_look)
@@ -65,6 +75,8 @@ class HolderPolicy:
             raise CallerError("a HolderPolicy needs 0 < 2 * look_s < lock_ttl_s")
         if not 0 < self.census_s < inf or not 0 < self.drift_max < 1:
             raise CallerError("a HolderPolicy needs census_s > 0 and drift_max in (0, 1)")
+        if not 0 <= self.patience_s < inf:
+            raise CallerError("a HolderPolicy needs a finite patience_s")
 
 
 class Standing(StrEnum):
@@ -102,7 +114,13 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The first census is over: the stream says everything from here on."""
+    """The first census is over: the streams say everything from here on.
+
+    These namespaces were announced by the predecessor and have no block any more: a new epoch of
+    each, without blocks, takes back what an index may still show of them.
+    """
+
+    emptied: tuple[Fingerprint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +145,10 @@ class SharedHolder:
         self._announced: set[FrameName] = set()
         self._events: list[HolderEvent] = []
         self._is_announcing = False
+        self._is_begun = False
+        """Whether anything of this term was said."""
+        self._inherited: frozenset[Fingerprint] = frozenset()
+        self._took_s = -inf
         self._run_id = ""
         self._census_began_s = -inf
         self._is_counting = False
@@ -145,8 +167,18 @@ class SharedHolder:
         """Whether a census is under way."""
         return self._is_counting
 
-    def on_lock(self, holder_id: str, *, asked_s: float, is_ours: bool) -> None:
-        """The lock was asked for at `asked_s`, before the question left. Mutates."""
+    def on_lock(
+        self,
+        holder_id: str,
+        *,
+        asked_s: float,
+        is_ours: bool,
+        inherited: Iterable[Fingerprint] = (),
+    ) -> None:
+        """The lock was asked for at `asked_s`, before the question left. Mutates.
+
+        `inherited` are the namespaces that an announcer left which said no goodbye.
+        """
         if self._is_announcing and (not is_ours or holder_id != self._holder_id):
             self._end()
         self._holder_id = holder_id
@@ -155,16 +187,21 @@ class SharedHolder:
         self._term_ends_s = asked_s + self._policy.lock_ttl_s
         if not self._is_announcing:
             self._is_announcing = True
-            self._is_complete = False
+            self._is_complete = self._is_begun = False
+            self._inherited = frozenset(inherited)
+            self._took_s = asked_s
             self._census_began_s = -inf
             self._announced = set()
             self._belief.record_changes()
-            self._events.append(Began(holder_id))
+            if not self._inherited:
+                self._begin()
 
     def on_time(self, now: float) -> None:
-        """End a term that was not prolonged in time. Mutates."""
+        """End a term that was not prolonged in time, or a wait that was too long. Mutates."""
         if self._is_announcing and now >= self._term_ends_s:
             self._end()
+        elif self._is_announcing and now - self._took_s >= self._policy.patience_s:
+            self._begin()
 
     def on_server(self, run_id: str, keys_count: int, evicted_count: int) -> list[FrameName]:
         """The server's counters: return what is thereby known to be lost. Mutates."""
@@ -213,8 +250,10 @@ class SharedHolder:
         lost = self._belief.end_census()
         if self._is_announcing and not self._is_complete:
             self._is_complete = True
+            self._begin()
             self._publish_changes()
-            self._events.append(Completed())
+            emptied = self._inherited - self._belief.namespaces()
+            self._events.append(Completed(tuple(sorted(emptied))))
         return lost
 
     def abandon_census(self) -> None:
@@ -225,10 +264,16 @@ class SharedHolder:
 
     def poll(self) -> list[HolderEvent]:
         """What to publish, in order: the net changes since the last call. Mutates; O(changes)."""
-        if self._is_announcing:
+        if self._is_begun:
             self._publish_changes()
         events, self._events = self._events, []
         return events
+
+    def _begin(self) -> None:
+        if not self._is_begun:
+            assert self._holder_id is not None
+            self._is_begun = True
+            self._events.append(Began(self._holder_id))
 
     def _publish_changes(self) -> None:
         changed = [n for n in self._belief.take_changes() if n.key_kind is KeyKind.PREFIX_KEY]
@@ -246,6 +291,9 @@ class SharedHolder:
         self._term_ends_s = -inf
         self._announced = set()
         self._belief.stop_recording()
+        if not self._is_begun:
+            return
+        self._is_begun = False
         # What was not polled yet is of no use to anybody: the successor says everything.
         unsaid = [event for event in self._events if isinstance(event, Began | Ended)][:1]
         self._events = [] if unsaid and isinstance(unsaid[0], Began) else [Ended()]

@@ -17,7 +17,7 @@ from kvtier.types import Fingerprint
 PREFIX: Final = b"kvtier:1:"
 """1: the version of the form of keys and values. Another version is another key."""
 META_PREFIX: Final = b"kvtier:meta:1:"
-"""Keys that are no blocks: the server's id, the announcer's lock."""
+"""Keys that are no blocks: the server's id, the announcer's lock and what it announces."""
 KEY_BYTES: Final = len(PREFIX) + 140
 _DIGEST_CHARS: Final = 64
 _FORM: Final = re.compile(

@@ -35,7 +35,7 @@ from kvtier.tiers.redis.holder import (
     Standing,
     Stored,
 )
-from kvtier.types import Fingerprint, HolderKind, InstanceId, NodeId, Tier
+from kvtier.types import Fingerprint, HolderKind, InstanceId, NodeId, Tier, Trust
 
 LOG = EventLog("kvtier_services.store")
 _HASH_BYTES = 8
@@ -217,6 +217,8 @@ class SharedAnnouncer:
         self._identity = identity
         self._caretaker = caretaker
         self._holder_id: str | None = None
+        self._trust = Trust.DEGRADED
+        """EXACT once the first census of the term is complete."""
         self._publishers: dict[Fingerprint, Publisher] = {}
 
     @property
@@ -228,7 +230,10 @@ class SharedAnnouncer:
         try:
             while True:
                 await self._caretaker.look()
-                for event in self._caretaker.poll():
+                events = self._caretaker.poll()
+                if any(isinstance(event, Completed) for event in events):
+                    self._trust = Trust.EXACT
+                for event in events:
                     await self._take(event)
                 await asyncio.sleep(look_s)
         finally:
@@ -238,12 +243,14 @@ class SharedAnnouncer:
     async def _take(self, event: HolderEvent) -> None:
         match event:
             case Began():
+                trust = self._trust
                 await self._end()
-                self._holder_id = event.holder_id
+                self._holder_id, self._trust = event.holder_id, trust
             case Stored():
                 publisher = self._publisher(event.namespace)
                 if publisher is not None:
                     publisher.store(Tier.REDIS, 0, np.array(event.hashes, np.uint64))
+                    publisher.start()  # only now: its first snapshot has all that is known
             case Removed():
                 publisher = self._publishers.get(event.namespace)
                 if publisher is not None:
@@ -251,6 +258,12 @@ class SharedAnnouncer:
             case Ended():
                 await self._end()
             case Completed():
+                for namespace in event.emptied:
+                    emptied = self._publisher(namespace)
+                    if emptied is not None:
+                        emptied.start()
+                for publisher in self._publishers.values():
+                    publisher.set_trust(Trust.EXACT)
                 LOG.info("announcing the shared redis", namespaces=len(self._publishers))
 
     def _publisher(self, namespace: Fingerprint) -> Publisher | None:
@@ -258,7 +271,9 @@ class SharedAnnouncer:
         full = len(self._publishers) >= STORE_NAMESPACES_MAX
         if publisher is None and self._dial.targets and self._holder_id is not None and not full:
             info = self._identity.shared(self._holder_id, namespace)
-            publisher = Publisher(info, self._dial).start()
+            publisher = Publisher(info, self._dial)
+            if self._trust is not Trust.EXACT:
+                publisher.set_trust(self._trust)
             self._publishers[namespace] = publisher
         return publisher
 
@@ -266,7 +281,7 @@ class SharedAnnouncer:
         """Publish no more. An index forgets the holder until the next announcer has begun."""
         publishers = list(self._publishers.values())
         self._publishers.clear()
-        self._holder_id = None
+        self._holder_id, self._trust = None, Trust.DEGRADED
         await asyncio.gather(*(asyncio.to_thread(p.close) for p in publishers))
 
 
