@@ -235,7 +235,7 @@ async def test_something_else_at_the_key_of_the_announced_is_overwritten(
             server.command(*command)
             assert await one.look() is Standing.ANNOUNCER
             assert index.held == hashes([1])
-            assert NAMESPACE in server.command("GET", ANNOUNCED_KEY)
+            assert bytes(NAMESPACE) in server.command("GET", ANNOUNCED_KEY)
             await one.caretaker.close()
 
 
