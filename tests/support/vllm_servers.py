@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.core.engine_keys import VllmScheme, vllm_digests, vllm_none_hash
+from kvtier.core.frame import FrameName, KeyKind
+from kvtier.types import Fingerprint
 from tests.harness.ports import free_port
 from tests.harness.processes import Launch, Process, ProcessRunner
 from tests.harness.readiness import http_ready
@@ -197,6 +200,14 @@ def prompt(seed: int, tokens: int, ids: range = range(1_000, 40_000)) -> list[in
 def whole(tokens: Sequence[int]) -> int:
     """How many of them lie in whole blocks."""
     return len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def names_of(server: VllmServer, tokens: Sequence[int], rank: int = 0) -> list[FrameName]:
+    """By which names the store has a rank's shards of a plain prompt's whole blocks."""
+    (found,) = set(re.findall(r"namespace ((?:[0-9a-f]{64}(?:, )?)+)", server.process.log_text()))
+    space = Fingerprint(bytes.fromhex(found.split(", ")[rank]))
+    digests = vllm_digests(VllmScheme(vllm_none_hash(), BLOCK_TOKENS), tokens)
+    return [FrameName(KeyKind.ENGINE_DIGEST, digest, space) for digest in digests]
 
 
 def stored_by(server: VllmServer, tokens: list[int], max_tokens: int = 32, **fields: Any) -> Answer:

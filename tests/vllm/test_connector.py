@@ -4,21 +4,23 @@ Runs in `make test-vllm`; skipped where there is no vLLM. The tests share two se
 and run in order: the first begins before there is a store.
 """
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.harness.diskshim import DiskAction, DiskFault, DiskOp, DiskRule, DiskShim
-from tests.harness.processes import ProcessRunner
-from tests.harness.rights import requires_diskshim
+from kvtier.types import Tier
+from tests.harness.processes import Launch, ProcessRunner
+from tests.harness.proxy import NO_FAULTS, Direction, Faults, Flow, TcpProxy
 from tests.harness.toml_text import TomlTable
 from tests.harness.waiting import eventually
 from tests.support.paged_models import smollm2
+from tests.support.spoiling import spoil_store
 from tests.support.store_cluster import MIB, StoreProcess, store_launch
 from tests.support.vllm_servers import (
     BLOCK_TOKENS,
@@ -28,6 +30,7 @@ from tests.support.vllm_servers import (
     Answer,
     VllmServer,
     launch_vllm,
+    names_of,
     prompt,
     start_vllm,
     stored_by,
@@ -41,18 +44,21 @@ pytestmark = pytest.mark.timeout(900)
 
 DRAM: TomlTable = {"bytes_max": 512 * MIB, "slab_bytes": 64 * MIB, "blocks_max": 4096}
 NVME: TomlTable = {"bytes_max": 2048 * MIB, "write_policy": "on_seal"}
+LATE_S = 2.0
 
 
 @dataclass(slots=True)
 class Rig:
-    """Two servers of one model on one store, which begins when it is asked for."""
+    """Two servers of one model on one store, which begins when it is asked for; B's calls to it
+    pass through a proxy, its payload through shared memory."""
 
     a: VllmServer
     b: VllmServer
+    proxy: TcpProxy
     directory: Path
     model: Path
     runner: ProcessRunner
-    shim: DiskShim
+    launch: tuple[Launch, int]
     started: StoreProcess | None = None
 
     @property
@@ -63,15 +69,31 @@ class Rig:
     def store(self) -> StoreProcess:
         """The store, started at the first question."""
         if self.started is None:
-            folder = self.directory / "store"
-            launch, port = store_launch(self.runner, folder, dram=DRAM, nvme=NVME)
-            launch = replace(launch, environment=self.shim.environment)
-            self.started = StoreProcess(self.runner.start(launch), port, folder / "run")
+            launch, port = self.launch
+            folder = self.directory / "store" / "run"
+            self.started = StoreProcess(self.runner.start(launch), port, folder)
         return self.started
 
-    def segments(self) -> list[Path]:
-        """The files that hold payload."""
-        return [p for p in (self.directory / "store").rglob("*.seg") if p.stat().st_size]
+    def await_tier(self, tokens: list[int], tier: Tier) -> None:
+        """Wait until all whole blocks of a prompt are in a tier of the store."""
+        names = names_of(self.a, tokens)
+
+        async def tiers() -> list[frozenset[Tier]]:
+            async with self.store.client(remote=True) as client:
+                return await client.contains(names)
+
+        def is_there() -> bool:
+            return all(tier in found for found in asyncio.run(tiers()))
+
+        eventually(is_there, 120, f"all blocks are in {tier.name}")
+
+    def on_disk_only(self, tokens: list[int]) -> None:
+        """Have the store start anew once the blocks of a prompt are on its disk."""
+        self.await_tier(tokens, Tier.NVME)
+        self.store.process.terminate()
+        self.store.process.wait(60)
+        self.store.process.spawn()
+        self.store.process.wait_ready()
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +101,15 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     model = smollm2(tmp_path_factory).directory
     directory = tmp_path_factory.mktemp("vllm")
     socket = f"unix:{directory / 'store' / 'run' / 'store.sock'}"
-    with DiskShim(directory) as shim, ProcessRunner("vllm-connector", directory) as runner:
-        a, b = start_vllm(
-            runner, *(launch_vllm(name, model, socket) for name in ("vllm-a", "vllm-b"))
-        )
-        yield Rig(a, b, directory, model, runner, shim)
+    with ProcessRunner("vllm-connector", directory) as runner:
+        launch, port = store_launch(runner, directory / "store", dram=DRAM, nvme=NVME)
+        with TcpProxy(("127.0.0.1", port)) as proxy:
+            a, b = start_vllm(
+                runner,
+                launch_vllm("vllm-a", model, socket),
+                launch_vllm("vllm-b", model, proxy.address),
+            )
+            yield Rig(a, b, proxy, directory, model, runner, (launch, port))
 
 
 @pytest.fixture(autouse=True)
@@ -175,24 +201,40 @@ def test_with_the_store_gone_everything_is_computed_and_it_is_found_again(rig: R
 
 
 @contextmanager
-def held_up(
-    rig: Rig, tokens: list[int], latency_us: int
-) -> Iterator[tuple[Future[Answer], DiskRule]]:
-    """B's answer to a prompt whose load is under way: the store's first read of the disk waits."""
-    rig.store.process.restart()  # so that the blocks are on disk only
+def held_up(rig: Rig, tokens: list[int]) -> Iterator[Future[Answer]]:
+    """B's answer to a prompt whose load is under way, and cannot end: what the store says is held.
+
+    Until then the store's answers are late, so that there is time to see that a load has begun.
+    """
+    small = prompt(tokens[0], 70)
+    stored_by(rig.a, small, 1)
+    rig.await_tier(small, Tier.NVME)
+    rig.on_disk_only(tokens)
+
+    def has_connected_anew() -> bool:
+        rig.b.forget()
+        return rig.b.complete(small, 1).cached_tokens == whole(small)
+
+    eventually(has_connected_anew, 120, "B loads again")
     rig.b.forget()
-    rule = rig.shim.add(
-        DiskFault(DiskOp.READ, rig.segments()[0].parent, DiskAction.LATENCY, latency_us=latency_us)
-    )
+    ordered, ended = rig.b.count("loads_ordered"), ended_loads(rig)
+    rig.proxy.set(Direction.TO_CLIENT, Faults(delay_s=LATE_S))
     try:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(rig.b.complete, tokens)
-            eventually(lambda: rule.injected_count > 0, 60, "a load waits for the disk")
+            eventually(lambda: rig.b.count("loads_ordered") > ordered, 60, "a load has begun")
+            rig.proxy.set(Direction.TO_CLIENT, Faults(flow=Flow.HOLD))
+            assert ended_loads(rig) == ended
             assert not answer.done()
-            yield answer, rule
+            yield answer
     finally:
-        rule.withdraw()
+        rig.proxy.set(Direction.TO_CLIENT, NO_FAULTS)
         rig.store.process.restart()
+
+
+def ended_loads(rig: Rig) -> float:
+    """Blocks of loads that are over, at B."""
+    return rig.b.count("loaded") + rig.b.count("not_loaded")
 
 
 def cold_s(rig: Rig, seed: int) -> float:
@@ -202,30 +244,29 @@ def cold_s(rig: Rig, seed: int) -> float:
     return time.monotonic() - began
 
 
-@requires_diskshim
 def test_a_store_that_is_killed_during_a_load_costs_only_what_it_would_have_brought(
     rig: Rig,
 ) -> None:
     known = prompt(6, 600)
     first = stored_by(rig.a, known)
     before = rig.b.count("not_loaded"), rig.b.count("loads_failed")
-    with held_up(rig, known, 60_000_000) as (answer, _):
+    with held_up(rig, known) as answer:
         began = time.monotonic()
         rig.store.process.kill()
+        rig.proxy.set(Direction.TO_CLIENT, NO_FAULTS)  # so that the end of the connection arrives
         assert answer.result(300).equals(first)
         assert time.monotonic() - began <= 3 * cold_s(rig, 60) + LOAD_MS / 1000
     rig.b.gained("not_loaded", before[0], len(known) // BLOCK_TOKENS)
     rig.b.gained("loads_failed", before[1], 1)
 
 
-@requires_diskshim
 def test_a_store_that_does_not_answer_a_load_costs_a_request_its_deadline_and_no_more(
     rig: Rig,
 ) -> None:
     known = prompt(7, 600)
     first = stored_by(rig.a, known)
     before = rig.b.count("not_loaded"), rig.b.count("loads_failed")
-    with held_up(rig, known, 120_000_000) as (answer, _):
+    with held_up(rig, known) as answer:
         began = time.monotonic()
         assert answer.result(300).equals(first)
         assert time.monotonic() - began <= 3 * cold_s(rig, 70) + LOAD_MS / 1000
@@ -237,26 +278,16 @@ def test_a_store_that_does_not_answer_a_load_costs_a_request_its_deadline_and_no
     assert again.equals(first)
 
 
-@requires_diskshim
 def test_blocks_that_are_corrupted_during_a_load_are_computed_and_never_used(rig: Rig) -> None:
     known = prompt(8, 600)
     first = stored_by(rig.a, known)
     before = rig.b.count("not_loaded")
-    with held_up(rig, known, 5_000_000) as (answer, _):
-        for path in rig.segments():
-            corrupt(path)
+    with held_up(rig, known) as answer:
+        rig.await_tier(known, Tier.DRAM)
+        assert spoil_store(rig.store.process.pid, rig.directory / "store") > 0
+        rig.proxy.set(Direction.TO_CLIENT, NO_FAULTS)
         assert answer.result(300).equals(first)
     eventually(lambda: rig.b.count("not_loaded") > before, 60, "blocks that were not loaded")
-
-
-def corrupt(path: Path) -> None:
-    """Flip a bit in each 64 KiB of payload."""
-    with path.open("r+b") as file:
-        for at in range(4096 + 777, path.stat().st_size, 64 << 10):
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 0x10]))
 
 
 def test_a_frozen_store_costs_a_request_a_lookup_and_no_more(rig: Rig) -> None:

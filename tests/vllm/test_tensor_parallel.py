@@ -1,15 +1,12 @@
 """Two ranks of one engine: a block is there where both ranks' shards of it are, or nowhere."""
 
 import asyncio
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-from kvtier.core.engine_keys import VllmScheme, vllm_digests, vllm_none_hash
-from kvtier.core.frame import FrameName, KeyKind
-from kvtier.types import Fingerprint
+from kvtier.core.frame import FrameName
 from tests.harness.processes import ProcessRunner
 from tests.harness.toml_text import TomlTable
 from tests.support.store_cluster import MIB, StoreProcess, start_store
@@ -20,6 +17,7 @@ from tests.support.vllm_servers import (
     WHY_NOT,
     VllmServer,
     launch_vllm,
+    names_of,
     prompt,
     start_vllm,
     stored_by,
@@ -42,31 +40,23 @@ class Rig:
     server: VllmServer
     store: StoreProcess
 
-    def names(self, rank: int, blocks: slice) -> list[FrameName]:
-        """Of one rank's shard of blocks of TOKENS."""
-        (found,) = re.findall(r"namespace ([0-9a-f]{64}), ([0-9a-f]{64})", self.log)
-        scheme = VllmScheme(vllm_none_hash(), BLOCK_TOKENS)
-        digests = vllm_digests(scheme, TOKENS)[blocks]
-        space = Fingerprint(bytes.fromhex(found[rank]))
-        return [FrameName(KeyKind.ENGINE_DIGEST, digest, space) for digest in digests]
-
-    @property
-    def log(self) -> str:
-        return self.server.process.log_text()
+    def names(self, rank: int) -> list[FrameName]:
+        """Of one rank's shards of TOKENS."""
+        return names_of(self.server, TOKENS, rank)
 
     def held(self, rank: int) -> list[bool]:
         """Which blocks of TOKENS the store has of a rank."""
 
         async def ask() -> list[bool]:
             async with self.store.client() as client:
-                return [bool(tiers) for tiers in await client.contains(self.names(rank, slice(99)))]
+                return [bool(tiers) for tiers in await client.contains(self.names(rank))]
 
         return asyncio.run(ask())
 
     def drop(self, rank: int, block: int) -> int:
         async def ask() -> int:
             async with self.store.client() as client:
-                return await client.drop(self.names(rank, slice(block, block + 1)))
+                return await client.drop([self.names(rank)[block]])
 
         return asyncio.run(ask())
 
@@ -117,4 +107,4 @@ def test_a_block_is_loaded_by_all_ranks_or_by_none(rig: Rig) -> None:
 
 
 def test_the_ranks_have_namespaces_of_their_own(rig: Rig) -> None:
-    assert not set(rig.names(0, slice(99))) & set(rig.names(1, slice(99)))
+    assert not set(rig.names(0)) & set(rig.names(1))
