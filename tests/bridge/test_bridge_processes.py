@@ -105,6 +105,8 @@ async def test_a_gap_that_the_ring_forgot_is_said_until_the_engine_is_empty(
         await cluster.ask("clear")
         await cluster.ask("run", 10, 4)
         await cluster.shows(exact=True)
+        await cluster.metric_is(GAP, 0)
+        assert await cluster.metric('kvtier_bridge_doubted_total{reason="gap"}') == 1
 
 
 async def test_without_replays_a_gap_stays(cluster_of: Clusters) -> None:

@@ -45,6 +45,10 @@ DOUBTS: Final = MetricDef(
     _GAUGE, "kvtier_bridge_doubts", "Ranks of which it is not known what they hold, by reason.",
     (Label("reason", tuple(doubt.value for doubt in Doubt)),),
 )  # fmt: skip
+DOUBTED: Final = MetricDef(
+    _COUNTER, "kvtier_bridge_doubted_total", "How often ranks came to be in doubt, by reason.",
+    (Label("reason", tuple(doubt.value for doubt in Doubt)),),
+)  # fmt: skip
 MESSAGES: Final = MetricDef(
     _COUNTER, "kvtier_bridge_messages_total", "Messages of the engine, by what became of them.",
     (Label("outcome", ("applied", "replayed", "duplicate")),),
@@ -89,8 +93,9 @@ PUBLISHED: Final = MetricDef(
 )
 
 DEFINITIONS: Final = (
-    RANKS, SOURCES, FEED_FAULTS, RESOLVED, DOUBTS, MESSAGES, SEQUENCE, EVENTS, UNDECODABLE, INDEXED,
-    UNINDEXED, ODDITIES, RESIDENTS, PENDING, KNOWN, MEMORY, UNSAVED, PUBLISHED, LOAD_FAILURES,
+    RANKS, SOURCES, FEED_FAULTS, RESOLVED, DOUBTS, DOUBTED, MESSAGES, SEQUENCE, EVENTS,
+    UNDECODABLE, INDEXED, UNINDEXED, ODDITIES, RESIDENTS, PENDING, KNOWN, MEMORY, UNSAVED,
+    PUBLISHED, LOAD_FAILURES,
 )  # fmt: skip
 
 
@@ -129,6 +134,7 @@ def read_from(metrics: Metrics, parts: Parts) -> None:
         ((outcome.value,), follower.resolver.outcomes[outcome]) for outcome in Outcome
     ])  # fmt: skip
     pull(DOUBTS, lambda: each(Doubt, lambda rank, doubt: doubt in rank.doubts))
+    pull(DOUBTED, lambda: each(Doubt, lambda rank, doubt: rank.doubted[doubt]))
     pull(MESSAGES, lambda: [
         (("applied",), total(lambda rank: rank.tracker.counts.applied)),
         (("replayed",), total(lambda rank: rank.tracker.counts.replayed)),

@@ -92,6 +92,9 @@ class EngineRank:
         self.tracker = tracker
         self.holdings = holdings
         self.faults: Counter[EventFault] = Counter()
+        self.doubted: Counter[Doubt] = Counter()
+        """How often each doubt began."""
+        self._doubts_before: frozenset[Doubt] = frozenset()
         self.events = 0
         self.unsaved = 0
         """Steps since `take_delta`."""
@@ -294,6 +297,16 @@ class EngineRank:
         """Tell the books of whoever knows best, and how far they are trusted."""
         if self._announcer is None:
             return
+        self._choose()
+        doubts = self.doubts
+        self.doubted.update(doubts - self._doubts_before)
+        self._doubts_before = doubts
+        if self.trust is not self._trust_said:
+            self._trust_said = self.trust
+            self._announcer.set_trust(self.trust)
+
+    def _choose(self) -> None:
+        assert self._announcer is not None
         best = self.source
         if self._is_synced:
             best = Source.CONNECTOR
@@ -307,9 +320,6 @@ class EngineRank:
             assert books is not None
             self._announce(books.held())
             LOG.info("index is told", rank=self.number, source=best.value)
-        if self.trust is not self._trust_said:
-            self._trust_said = self.trust
-            self._announcer.set_trust(self.trust)
 
     def _forget(self) -> None:
         """Another life's books: an index is told nothing until these are whole."""
