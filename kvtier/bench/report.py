@@ -15,7 +15,18 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 
-BENCHES = ("keys", "index", "copy", "store", "index-service", "text", "router", "worker", "cluster")
+BENCHES = (
+    "keys",
+    "index",
+    "copy",
+    "store",
+    "index-service",
+    "text",
+    "router",
+    "worker",
+    "cluster",
+    "vllm",
+)
 """Names of benches; a `-` in a name is a `_` in the name of its module."""
 
 

@@ -258,9 +258,11 @@ class TextModel:
         return self._heads[head]
 
     def _run(self, text: str, special_tokens: SpecialTokens) -> TokenIds:
+        # A batch of one, without offsets: twice as fast as `encode`, and it works without the
+        # interpreter's lock, so that a router's streams go on.
         try:
-            encoding = self._tokenizer.encode(
-                text, add_special_tokens=special_tokens is SpecialTokens.ADD
+            [encoding] = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=special_tokens is SpecialTokens.ADD
             )
         except (TypeError, UnicodeEncodeError) as error:
             raise CallerError("text holds a lone surrogate") from error
