@@ -106,6 +106,12 @@ HIT_MISMATCH: Final = MetricDef(
     "Answers that found nothing cached where a prefix was promised.",
     (_MODEL,),
 )
+EVICTED: Final = MetricDef(
+    _COUNTER,
+    "kvtier_router_promises_evicted_total",
+    "The same where the worker's pool was full: the blocks had to make room meanwhile.",
+    (_MODEL,),
+)
 DEGRADED: Final = MetricDef(
     _GAUGE, "kvtier_router_model_degraded", "1 where a model's routing is DEGRADED.", (_MODEL,)
 )
@@ -149,6 +155,7 @@ DEFINITIONS: Final = (
     CONNECTIONS,
     TOKEN_MISMATCH,
     HIT_MISMATCH,
+    EVICTED,
     DEGRADED,
     ELIGIBLE,
     LOADS_ASKED,
@@ -206,6 +213,7 @@ def bind_brain(metrics: Metrics, brain: RoutingBrain) -> None:
     for definition, field in (
         (TOKEN_MISMATCH, "token_mismatches"),
         (HIT_MISMATCH, "hit_mismatches"),
+        (EVICTED, "evicted_promises"),
         (ELIGIBLE, "eligible_count"),
     ):
         metrics.pull(definition, partial(read, field))

@@ -25,7 +25,7 @@ from kvtier.core.model_card import ModelCard
 from kvtier.core.prefix_index import NativePrefixIndex
 from kvtier.core.workers import HolderView, Load, OwnReservation, WorkerName
 from kvtier.errors import UnavailableError
-from kvtier.replica import ReplicaLook, ReplicaMatch
+from kvtier.replica import HolderCensus, ReplicaLook, ReplicaMatch
 from kvtier.replica.predictions import ForeignReservations, OwnReservations
 from kvtier.types import Fingerprint, HolderId, HolderKind, InstanceId, NodeId, Tier, Trust
 from kvtier_router.routing import FailureKind, RouteAsk, Usage
@@ -175,6 +175,13 @@ class VirtualReplica:
             self.foreign.requests,
             self.trust,
             age_s,
+        )
+
+    def census(self) -> tuple[HolderCensus, ...]:
+        copies = {one.holder: one.copies for one in self.index.stats().holders}
+        return tuple(
+            HolderCensus(view, copies.get(view.holder, (0, 0, 0, 0)))
+            for view in self.holders.values()
         )
 
     def match(self, hashes: Hashes, pool: Pool | None = None) -> ReplicaMatch:

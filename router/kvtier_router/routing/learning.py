@@ -10,6 +10,7 @@ tokenising, the first step) are taken off by what the best answers of late took 
 What must not live here: the estimators themselves (kvtier.core.costs), any choice.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -44,6 +45,9 @@ SAME_WORD = 0.01
 LOAD_SHARE_MIN = 0.5
 """A time to first token teaches a tier's bandwidth where loading is this part of it."""
 WINDOW_S = 60.0
+EVICTED_SHARE_MAX = 0.5
+"""Pools that are far too small lose a quarter of what was promised between choice and prefill; more
+than this is no eviction any more."""
 RESPONSES_MIN = 50
 """Fewer comparable responses than this say nothing of a model."""
 
@@ -354,11 +358,26 @@ class Audit:
     token_misses: float = 0.0
     promises: float = 0.0
     hit_misses: float = 0.0
+    evictions: float = 0.0
     faded_at: float = -inf
     responses_total: int = 0
     token_misses_total: int = 0
     hit_misses_total: int = 0
+    evictions_total: int = 0
     example: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a decision expected of one response."""
+
+    pool: Pool
+    prompt_tokens: int | None
+    """Own exact count, None where there is none."""
+    promised_tokens: int
+    """What a fresh index said was in the worker's own cache."""
+    is_pool_full: Callable[[], bool]
+    """Asked where a promise was not kept."""
 
 
 @dataclass(slots=True)
@@ -369,11 +388,9 @@ class TokenAudits:
     hit_mismatch_share_max: float
     _audits: dict[Pool, Audit] = field(default_factory=dict)
 
-    def see(
-        self, pool: Pool, prompt_tokens: int | None, promised_tokens: int, usage: Usage, now: float
-    ) -> None:
-        """Take in one response. `prompt_tokens`: own exact count, None where there is none.
-        `promised_tokens`: what a fresh index said was in the worker's own cache."""
+    def see(self, promise: Promise, usage: Usage, now: float) -> None:
+        """Take in one response."""
+        pool, prompt_tokens = promise.pool, promise.prompt_tokens
         audit = self._audits.setdefault(pool, Audit())
         self._fade(audit, now)
         if prompt_tokens is not None and usage.prompt_tokens is not None:
@@ -383,11 +400,17 @@ class TokenAudits:
                 audit.token_misses += 1
                 audit.token_misses_total += 1
                 audit.example = f"{prompt_tokens} tokens here, {usage.prompt_tokens} there"
-        if promised_tokens >= 2 * pool.block_tokens and usage.cached_tokens is not None:
-            audit.promises += 1
-            if usage.cached_tokens == 0:
-                audit.hit_misses += 1
-                audit.hit_misses_total += 1
+        if promise.promised_tokens < 2 * pool.block_tokens or usage.cached_tokens is None:
+            return
+        audit.promises += 1
+        if usage.cached_tokens:
+            return
+        if promise.is_pool_full():
+            audit.evictions += 1
+            audit.evictions_total += 1
+        else:
+            audit.hit_misses += 1
+            audit.hit_misses_total += 1
 
     def audit(self, pool: Pool) -> Audit:
         return self._audits.get(pool) or Audit()
@@ -406,6 +429,9 @@ class TokenAudits:
             share = audit.hit_misses / audit.promises
             if share > self.hit_mismatch_share_max:
                 return f"{share:.1%} of promised prefixes were not cached at all"
+            share = audit.evictions / audit.promises
+            if share > EVICTED_SHARE_MAX:
+                return f"{share:.1%} of promised prefixes were not cached at all in full pools"
         return ""
 
     def is_tokens_suspect(self, pool: Pool) -> bool:
@@ -426,4 +452,5 @@ class TokenAudits:
         audit.token_misses *= keep
         audit.promises *= keep
         audit.hit_misses *= keep
+        audit.evictions *= keep
         audit.faded_at = now

@@ -21,7 +21,14 @@ from kvtier.limits import BATCH_BLOCKS_MAX, PROMPT_TOKENS_MAX, RESERVATION_TTL_M
 from kvtier.types import Trust
 from kvtier_router.routing.config import RoutingConfig
 from kvtier_router.routing.fleet import FleetView
-from kvtier_router.routing.learning import Expectation, FirstToken, SpeedBooks, TokenAudits
+from kvtier_router.routing.learning import (
+    Expectation,
+    FirstToken,
+    Promise,
+    SpeedBooks,
+    TokenAudits,
+)
+from kvtier_router.routing.pools import Pools
 from kvtier_router.routing.ports import IndexSource
 from kvtier_router.routing.roster import Roster
 from kvtier_router.routing.standing import Standing
@@ -86,6 +93,7 @@ class Desk:
     audits: TokenAudits
     config: RoutingConfig
     clock: Clock
+    pools: Pools
     source: IndexSource | None
     sink: ReservationSink | None
 
@@ -137,7 +145,7 @@ class Placed:
             desk.books.whole_answer(intent.expected, usage, now)
         self._report(Outcome.SUCCESS, now)
         desk.standing.judge(self.slot, Outcome.SUCCESS, now)
-        desk.audits.see(intent.pool, intent.exact_tokens, intent.promised_tokens, usage, now)
+        desk.audits.see(self._promise(), usage, now)
         self.end(now)
 
     def failed(self, kind: FailureKind, retry_after_s: float | None = None) -> None:
@@ -180,6 +188,15 @@ class Placed:
         desk.roster.own_kv_tokens[slot] -= self._intent.kv_tokens
         self._office.ended(self)
         desk.fleet.forget(self._intent.expected.member)
+
+    def _promise(self) -> Promise:
+        intent, member = self._intent, self._intent.expected.member
+        return Promise(
+            intent.pool,
+            intent.exact_tokens,
+            intent.promised_tokens,
+            lambda: self._desk.pools.is_full(member),
+        )
 
     def _report(self, outcome: Outcome, now: float) -> None:
         if self._permit is not None:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvtier.client import Match
 from kvtier.core.identity import Pool
 from kvtier.core.workers import OwnReservation
-from kvtier.replica import ReplicaLook, ReplicaMatch
+from kvtier.replica import HolderCensus, ReplicaLook, ReplicaMatch
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -18,6 +18,10 @@ class IndexSource(Protocol):
     """An index in this process; `kvtier.replica.IndexReplica` is one. Nothing here waits."""
 
     def look(self) -> ReplicaLook: ...
+
+    def census(self) -> Sequence[HolderCensus]:
+        """How much everybody holds; empty where that is not known. O(holders)."""
+        ...
 
     def match(self, hashes: Hashes, pool: Pool | None = None) -> ReplicaMatch: ...
 

@@ -14,7 +14,7 @@ from kvtier.client import FleetChange, FleetChangeKind
 from kvtier.core.identity import Pool
 from kvtier.core.prefix_index import MatchResult, NativePrefixIndex
 from kvtier.core.workers import HolderView, OwnReservation
-from kvtier.replica import ReplicaLook, ReplicaMatch
+from kvtier.replica import HolderCensus, ReplicaLook, ReplicaMatch
 from kvtier.types import HolderId, Trust
 from kvtier_router.routing.ports import Hashes
 from kvtier_router.routing.values import Clock
@@ -83,6 +83,10 @@ class RemoteFleet:
     def match(self, hashes: Hashes, pool: Pool | None = None) -> ReplicaMatch:
         """Nothing: whoever wants to know asks the index."""
         return ReplicaMatch(self._empty, self._holders, hashes, None)
+
+    def census(self) -> tuple[HolderCensus, ...]:
+        """Nothing: an index tells of that with its answers alone."""
+        return ()
 
     def reserve_local(self, wanted: OwnReservation) -> None: ...
 

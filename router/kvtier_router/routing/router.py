@@ -45,6 +45,7 @@ from kvtier_router.routing.config import RoutingConfig
 from kvtier_router.routing.fleet import FleetView, Group, Table
 from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
 from kvtier_router.routing.placing import RESERVED_S_MIN, Desk, Intent, Placements
+from kvtier_router.routing.pools import Pools
 from kvtier_router.routing.ports import Hashes, IndexSource, RemoteMatcher
 from kvtier_router.routing.roster import Bools, Floats, Ints, Member, Roster
 from kvtier_router.routing.standing import Standing
@@ -162,6 +163,7 @@ class Router:
             self._audits,
             config,
             clock,
+            Pools(source, clock),
             source,
             sink,
         )
@@ -570,6 +572,7 @@ class Router:
             cause="; ".join(causes),
             token_mismatches=sum(audit.token_misses_total for audit in audits),
             hit_mismatches=sum(audit.hit_misses_total for audit in audits),
+            evicted_promises=sum(audit.evictions_total for audit in audits),
             responses=sum(audit.responses_total for audit in audits),
         )
 

@@ -361,6 +361,8 @@ class ModelReport:
     """Responses that found nothing cached where a prefix was promised."""
     responses: int
     """Responses that were compared."""
+    evicted_promises: int = 0
+    """As hit_mismatches, of workers whose pool was full: the blocks had to make room meanwhile."""
 
 
 class RoutingBrain(Protocol):
