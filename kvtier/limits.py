@@ -212,6 +212,14 @@ LOGIT_BIASES_COUNT_MAX: Final = 1024
 COMPLETION_CHOICES_MAX: Final = 128
 """Sequences of one HTTP request: prompts times n."""
 
+# Worker: hot sets
+HOT_SET_BLOCKS_MAX: Final = 1 << 16
+"""Blocks that one list of a hot set names."""
+HOT_SET_BYTES_MAX: Final = 8 << 20
+"""All pages of one list, unless one page is longer."""
+HOT_SET_NODES_MAX: Final = 1 << 18
+"""Blocks of L1 whose uses are counted."""
+
 # Text: tokenizers, chat templates, requests
 TOKENIZER_BYTES_MAX: Final = 256 << 20
 """tokenizer.json; the largest public ones have 35 MB."""

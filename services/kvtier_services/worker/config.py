@@ -154,6 +154,27 @@ class OffloadSection:
 
 
 @dataclass(frozen=True, slots=True)
+class HotSetSection:
+    """What a worker hands over to its successor, through the store."""
+
+    write_ms_max: int = 5_000
+    """Before it ends: how long what is used most may be written; 0: nothing is left."""
+    write_bytes_max: int = 16 << 30
+    """Before it ends: KV to write in one go, the hottest first."""
+    prefetch_ms_max: int = 10_000
+    """Before it is ready: how long blocks of a predecessor may be loaded; 0: none are."""
+    prefetch_share_max: float = 0.5
+    """Part of the pool that they may fill."""
+
+    def __post_init__(self) -> None:
+        for name in ("write_ms_max", "prefetch_ms_max"):
+            if not 0 <= getattr(self, name) <= STORE_DEADLINE_MS_MAX:
+                raise ConfigError(f"{name} must be in 0..{STORE_DEADLINE_MS_MAX}")
+        if self.write_bytes_max < 0 or not 0.0 <= self.prefetch_share_max <= 1.0:
+            raise ConfigError("write_bytes_max must not be negative, prefetch_share_max in 0..1")
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig(Root):
     """A worker: a model on a paged cache behind the OpenAI API."""
 
@@ -183,15 +204,20 @@ class WorkerConfig(Root):
     """The store of this node: one target; none: the worker has its own cache only."""
     offload: OffloadSection = field(default_factory=OffloadSection)
     """L2."""
+    hot_set: HotSetSection = field(default_factory=HotSetSection)
+    """What is handed over when the worker is replaced."""
     index: DialConfig = field(default_factory=DialConfig)
     """Index replicas to tell what this worker holds; none: nobody is told."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     """Logs, metrics and traces."""
+    drain_delay_ms: int = 200
+    """Time between its goodbye to the index and the first request that is refused: as long as the
+    slowest router takes to hear of it."""
     drain_ms_max: int = 10_000
     """How long running requests may go on when the service is asked to stop."""
 
     def __post_init__(self) -> None:
         if len(self.store.targets) > 1:
             raise ConfigError("store.targets: a worker has one store")
-        if self.drain_ms_max < 0:
-            raise ConfigError("drain_ms_max must not be negative")
+        if self.drain_ms_max < 0 or not 0 <= self.drain_delay_ms <= STORE_DEADLINE_MS_MAX:
+            raise ConfigError("drain_ms_max and drain_delay_ms must not be negative")

@@ -28,7 +28,9 @@ from kvtier.paged.sampling import Draw, Sampled, sample
 from kvtier.paged.transfer import BlockTransfer
 from kvtier.types import PrefixKey, Tier
 from kvtier_services.worker.l2.advisor import Advisor
+from kvtier_services.worker.l2.heat import HotSet
 from kvtier_services.worker.l2.port import BlockCache
+from kvtier_services.worker.l2.prefetch import PrefetchCounts
 from kvtier_services.worker.l2.windowed import GroupShape
 from kvtier_services.worker.offload import Offload, OffloadTerms
 from kvtier_services.worker.pace import Pace, PacePolicy, StepRecord
@@ -228,6 +230,34 @@ class EngineCore:
         """Whether blocks are being written to the tiers below, or wait for that with hope."""
         return self.offload is not None and self.offload.is_writing(self._clock())
 
+    @property
+    def is_prefetching(self) -> bool:
+        """Whether a hot set is on its way into L1."""
+        return self.offload is not None and self.offload.hot.is_prefetching
+
+    @property
+    def prefetched(self) -> PrefetchCounts:
+        """What came of the prefetch; all 0 where there was none."""
+        return PrefetchCounts() if self.offload is None else self.offload.hot.prefetched
+
+    def prefetch(self, hot: HotSet, share: float, until: float) -> None:
+        """Begin to bring a hot set into at most a share of the pool; nothing is begun after
+        `until`. Steps carry it on. Mutates; nothing without tiers below."""
+        if self.offload is not None:
+            self.offload.prefetch(hot, share, until, self._clock())
+
+    def offer_hot_set(self, bytes_max: int) -> None:
+        """Have what is used most written to the store, as far as it is not there. Mutates."""
+        if self.offload is not None:
+            now = self._clock()
+            for request in self._requests.values():
+                self.offload.ending(request, now)
+            self.offload.offer_hot_set(bytes_max, now)
+
+    def hot_set(self) -> HotSet:
+        """What is used most and the store is known to have. Mutates nothing."""
+        return () if self.offload is None else self.offload.hot.held(self._clock())
+
     def check(self, terms: GenerationRequest) -> None:
         """CallerError for a request that can never run here. Thread-safe; mutates nothing."""
         vocab = self._runner.vocab_size
@@ -417,8 +447,10 @@ class EngineCore:
         return None
 
     def _end(self, request: Request) -> None:
-        was_loading = request.is_loading
-        self.scheduler.end(request, self._clock())
+        was_loading, now = request.is_loading, self._clock()
+        if self.offload is not None:
+            self.offload.ending(request, now)
+        self.scheduler.end(request, now)
         if self.offload is not None and was_loading:
             self.offload.ended(request)
         del self._requests[request.number]
@@ -430,7 +462,7 @@ class EngineCore:
             return
         evicted = [change for change in changes if change.kind is ChangeKind.EVICTED]
         if evicted and self.offload is not None:
-            self.offload.evicted(evicted)
+            self.offload.evicted(evicted, self._clock())
         if self._events is not None:
             tell(self._events, changes)
 

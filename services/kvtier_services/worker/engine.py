@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final
+from typing import Final, TypeVar
 
 from kvtier.core.model_card import ModelCard
 from kvtier.core.workers import Load
@@ -31,6 +31,7 @@ from kvtier_services.worker.core import EngineCore, StepDone
 from kvtier_services.worker.requests import Generation, GenerationRequest, TokenDelta
 
 LOG = EventLog("kvtier_services.worker")
+T = TypeVar("T")
 _IDLE_S_MAX: Final = 0.25
 """Longest sleep of the thread: whatever was missed is found then."""
 _LOAD_INTERVAL_S: Final = 0.1
@@ -120,6 +121,7 @@ class WorkerEngine:
         self._wakeup = threading.Event()
         self._submitted: deque[LiveGeneration] = deque()
         self._cancelled: deque[LiveGeneration] = deque()
+        self._asked: deque[Callable[[], None]] = deque()
         self._live: set[LiveGeneration] = set()
         self._emptied = asyncio.Event()
         self._life = _Life.SERVING
@@ -173,8 +175,8 @@ class WorkerEngine:
         """See `Engine`: a token is computed now, or tokens of others are."""
         if self._failure is not None:
             raise self._failure
-        if self._life is _Life.OVER:
-            raise UnavailableError("this worker has stopped")
+        if self._life is not _Life.SERVING:
+            raise UnavailableError("this worker is stopping")
         before = self._core.counts.generated_tokens
         generation = self._accept(_probe())
         try:
@@ -196,6 +198,25 @@ class WorkerEngine:
     def wake(self) -> None:
         """There is an outcome to take in. Thread-safe."""
         self._wakeup.set()
+
+    async def ask(self, call: Callable[[EngineCore], T]) -> T:
+        """Have the engine's thread call something between two steps. UnavailableError where the
+        thread does not run; whoever calls bounds the wait."""
+        if not self.is_alive:
+            raise UnavailableError("the engine does not run")
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def on_thread() -> None:
+            self._on_loop(_answered, answer, call(self._core))
+
+        self._asked.append(on_thread)
+        self._wakeup.set()
+        return await answer
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether new requests are accepted."""
+        return self._life is _Life.SERVING
 
     async def drain(self, deadline_s: float) -> None:
         """Accept nothing more, let what runs end for so long, then cut it off."""
@@ -277,6 +298,8 @@ class WorkerEngine:
                     self._wakeup.wait(wait_s)
 
     def _take_in(self, running: "_Running") -> None:
+        while self._asked:
+            self._asked.popleft()()
         while self._submitted:
             generation = self._submitted.popleft()
             number = self._core.submit(generation.request)
@@ -318,6 +341,11 @@ class _Running:
         if number is not None:
             del self.by_number[number]
         return number
+
+
+def _answered(answer: asyncio.Future[T], value: T) -> None:
+    if not answer.done():
+        answer.set_result(value)
 
 
 def _probe() -> GenerationRequest:

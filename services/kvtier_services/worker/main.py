@@ -27,11 +27,14 @@ from kvtier.types import InstanceId, NodeId
 from kvtier_services.worker import metrics as table
 from kvtier_services.worker.config import OffloadSection, WorkerConfig
 from kvtier_services.worker.core import Below, CoreTerms, EngineCore
+from kvtier_services.worker.draining import drain_command
 from kvtier_services.worker.engine import Observers, WorkerEngine
-from kvtier_services.worker.http.access import admit_anyone, admit_by
+from kvtier_services.worker.http.access import CONTROLLERS, admit_by
 from kvtier_services.worker.http.app import Surroundings, create_app, create_runner
 from kvtier_services.worker.http.metrics import TABLE as ENDPOINT_TABLE
 from kvtier_services.worker.l2.connector import StoreConnector
+from kvtier_services.worker.l2.shelf import HotSetShelf
+from kvtier_services.worker.leaving import HandOver, Leaving, LeavingParts, take_over
 from kvtier_services.worker.models import Served, open_model
 from kvtier_services.worker.offload import OffloadTerms
 from kvtier_services.worker.pace import PacePolicy
@@ -42,7 +45,6 @@ from kvtier_services.worker.serving import bound, port_of, reachable, served
 LOG = EventLog("kvtier_services.worker")
 _SWITCH_S: Final = 0.0005
 """How long the engine's thread may keep the interpreter from the others."""
-_LOOK_S: Final = 0.02
 _SEGMENT_BYTES: Final = 64 << 20
 _ALIASES: Final = {
     "--store": "--store-targets",
@@ -63,6 +65,7 @@ class RunningWorker:
     connector: StoreConnector | None
     publisher: Publisher | None
     metrics: Metrics
+    leaving: Leaving
 
 
 @contextlib.asynccontextmanager
@@ -94,10 +97,7 @@ async def serve(
         holder.append(running.engine)
         LOG.info("serving", bind=config.listen.bind, port=running.port)
         yield running
-        LOG.info("draining", requests=running.engine.live_count)
-        until = time.monotonic() + config.drain_ms_max / 1000
-        await running.engine.drain(config.drain_ms_max / 1000)
-        await asyncio.to_thread(_until_written, running.core, until)
+        await running.leaving.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +139,23 @@ async def _started(stack: contextlib.AsyncExitStack, start: Start) -> RunningWor
     engine = WorkerEngine(core, model.card, config.batch.queue_max, observers)
     wake.engine = engine
     await asyncio.to_thread(core.calibrate)
+    hand_over = _hand_over(connector, identity)
+    parts = LeavingParts(config, engine, core, publisher, hand_over)
+    await take_over(parts)
+    leaving = Leaving(parts)
+    telemetry.metrics.pull(table.HOT_SET_LEFT, lambda: [((), leaving.left_blocks)])
     engine.start()
     stack.push_async_callback(_end, engine, connector)
     await engine.check()
-    book = None if config.listen.tokens_file is None else TokenBook(config.listen.tokens_file)
-    around = Surroundings(telemetry.metrics, admit_anyone if book is None else admit_by(book))
+    around = _surroundings(config, telemetry, leaving)
     app = create_app(engine, model.texts, config.endpoint, around)
     await stack.enter_async_context(served(create_runner(app), made, config.listen.tls))
     if publisher is not None:
         await asyncio.to_thread(publisher.start)
         stack.push_async_callback(asyncio.to_thread, publisher.close)
-    return RunningWorker(port_of(made), engine, core, connector, publisher, telemetry.metrics)
-
-
-def _until_written(core: EngineCore, until: float) -> None:
-    """Block until the store has what was computed, so that whoever comes next can load it."""
-    while core.is_writing and time.monotonic() < until:
-        time.sleep(_LOOK_S)
+    return RunningWorker(
+        port_of(made), engine, core, connector, publisher, telemetry.metrics, leaving
+    )
 
 
 class _Wake:
@@ -174,6 +174,23 @@ async def _end(engine: WorkerEngine, connector: StoreConnector | None) -> None:
     await engine.close()
     if connector is not None:
         await asyncio.to_thread(connector.close)
+
+
+def _surroundings(config: WorkerConfig, telemetry: Telemetry, leaving: Leaving) -> Surroundings:
+    file = config.listen.tokens_file
+    if file is None:
+        return Surroundings(telemetry.metrics, leave=leaving.leave)
+    book = TokenBook(file)
+    return Surroundings(
+        telemetry.metrics, admit_by(book), admit_by(book, CONTROLLERS), leave=leaving.leave
+    )
+
+
+def _hand_over(connector: StoreConnector | None, identity: Identity) -> HandOver | None:
+    if connector is None:
+        return None
+    of = identity.namespace, identity.block_bytes, identity.instance
+    return HandOver(connector, lambda client: HotSetShelf(client, *of))
 
 
 def _connector(
@@ -244,7 +261,9 @@ async def run(config: WorkerConfig) -> None:
 
 
 def command(argv: list[str]) -> int:
-    """Entry point of `kvtier worker`."""
+    """Entry point of `kvtier worker`, and of `kvtier worker drain URL`."""
+    if argv[:1] == ["drain"]:
+        return drain_command(argv[1:])
     loaded = load(WorkerConfig, [_spelled_out(argument) for argument in argv])
     if loaded.print_only:
         sys.stdout.write(describe(loaded))

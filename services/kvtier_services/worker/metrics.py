@@ -11,6 +11,7 @@ from kvtier.ports import GetStatus
 from kvtier.telemetry.metrics import Label, MetricDef, MetricKind, Metrics, Readings
 from kvtier.types import Source
 from kvtier_services.worker.core import EngineCore, StepDone
+from kvtier_services.worker.l2.prefetch import PrefetchCounts
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _SECONDS: Final = (1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
@@ -90,6 +91,19 @@ SAVES_WAITING: Final = MetricDef(
     _GAUGE, "kvtier_worker_saves_waiting", "Blocks that are to be written, by state.",
     (Label("state", ("queued", "in_flight")),),
 )  # fmt: skip
+HOT_SET: Final = MetricDef(
+    _COUNTER, "kvtier_worker_hot_set_blocks_total",
+    "Blocks of the hot set when the worker was to end: in the store already, or queued for it.",
+    (Label("outcome", ("held", "queued")),),
+)  # fmt: skip
+HOT_SET_LEFT: Final = MetricDef(
+    _GAUGE, "kvtier_worker_hot_set_left_blocks", "Blocks in the list left for the successor."
+)
+PREFETCHED: Final = MetricDef(
+    _COUNTER, "kvtier_worker_prefetched_blocks_total",
+    "Blocks of a predecessor's hot set, by outcome, before this worker was ready.",
+    (Label("outcome", ("loaded", "absent", "left_out")),),
+)  # fmt: skip
 ATTACHED: Final = MetricDef(
     _GAUGE, "kvtier_worker_store_attached", "1 while KV goes through shared memory."
 )
@@ -107,8 +121,8 @@ EVENTS_FENCED: Final = MetricDef(
 TABLE: Final = (
     STEPS, STEP_SECONDS, FIRST_TOKEN_SECONDS, REQUESTS, RUNNING, PROMPT_TOKENS, COMPUTED_TOKENS,
     GENERATED_TOKENS, PREEMPTED, STARVED, BLOCKS, WASTED_TOKENS, LOOKUPS, LOADED, LOADED_BYTES,
-    NOT_LOADED, GIVEN_UP, AHEAD, BY_CHOICE, SAVES, SAVES_WAITING, ATTACHED, PREFILL_SPEED,
-    LOAD_SPEED, EVENTS_FENCED,
+    NOT_LOADED, GIVEN_UP, AHEAD, BY_CHOICE, SAVES, SAVES_WAITING, HOT_SET, HOT_SET_LEFT, PREFETCHED,
+    ATTACHED, PREFILL_SPEED, LOAD_SPEED, EVENTS_FENCED,
 )  # fmt: skip
 
 
@@ -187,7 +201,9 @@ def _pull_counts(metrics: Metrics, core: EngineCore) -> None:
 def _pull_offload(metrics: Metrics, core: EngineCore) -> None:
     offload = core.offload
     if offload is None:
-        for definition in (LOOKUPS, LOADED, NOT_LOADED, SAVES, SAVES_WAITING):
+        for definition in (
+            LOOKUPS, LOADED, NOT_LOADED, SAVES, SAVES_WAITING, HOT_SET, PREFETCHED,
+        ):  # fmt: skip
             metrics.pull(definition, list)
         for definition in (LOADED_BYTES, GIVEN_UP, AHEAD):
             metrics.pull(definition, lambda: [((), 0)])
@@ -217,10 +233,22 @@ def _pull_offload(metrics: Metrics, core: EngineCore) -> None:
             (("missed",), saves.counts.missed),
         ],
     )
+    hot = offload.hot
+    metrics.pull(HOT_SET, lambda: [(("held",), hot.counts.held), (("queued",), hot.counts.offered)])
+    metrics.pull(PREFETCHED, lambda: _prefetched(hot.prefetched))
     metrics.pull(
         SAVES_WAITING,
         lambda: [(("queued",), saves.backlog_count), (("in_flight",), saves.in_flight_count)],
     )
+
+
+def _prefetched(counts: PrefetchCounts) -> Readings:
+    left_out = counts.listed - counts.absent - counts.loaded
+    return [
+        (("loaded",), counts.loaded),
+        (("absent",), counts.absent),
+        (("left_out",), left_out),
+    ]
 
 
 def _single(read: Callable[[], float]) -> Callable[[], Readings]:

@@ -20,6 +20,8 @@ from kvtier.paged.transfer import BlockTransfer
 from kvtier.ports import NO_SCOPE
 from kvtier.types import Fingerprint, PrefixKey, ScopeId
 from kvtier_services.worker.l2.advisor import Advisor
+from kvtier_services.worker.l2.heat import HotSet
+from kvtier_services.worker.l2.hot_set import HotSets
 from kvtier_services.worker.l2.loading import LoadCounts, LoadPorts, Loads
 from kvtier_services.worker.l2.port import (
     BlockCache,
@@ -30,6 +32,7 @@ from kvtier_services.worker.l2.port import (
     Saved,
     Ticket,
 )
+from kvtier_services.worker.l2.prefetch import PrefetchPorts
 from kvtier_services.worker.l2.prefills import Prefills
 from kvtier_services.worker.l2.saving import Haste, SaveBook, SaveItem, SaveLimits, block_name
 from kvtier_services.worker.l2.tickets import Tickets
@@ -127,6 +130,11 @@ class Offload:
         self.prefills = Prefills(
             self.saves, len(namespaces), self._block_tokens, terms.prefill_wait_s_max
         )
+        self.hot = HotSets(
+            PrefetchPorts(below, blocks, self.saves, self._tickets, namespaces),
+            ports,
+            terms.load_s_max,
+        )
         self.lookups = LookupCounts()
 
     @property
@@ -137,7 +145,8 @@ class Offload:
     @property
     def is_busy(self) -> bool:
         """Whether outcomes are awaited."""
-        return bool(self._looking) or self._loads.is_busy or self._writes.is_busy
+        own = self._looking or self._loads.is_busy or self._writes.is_busy
+        return bool(own) or self.hot.is_busy
 
     @property
     def is_restoring(self) -> bool:
@@ -147,11 +156,12 @@ class Offload:
     def is_writing(self, now: float) -> bool:
         """Whether blocks are being written, or wait for that and not for a store to come back."""
         waits = self.saves.backlog_count > 0 and not self.saves.is_paused(now)
-        return self._writes.is_busy or waits
+        return self._writes.is_busy or waits or self.hot.is_asking
 
     def next_deadline(self, now: float) -> float | None:
         """When `tick` or `pump` has something to do, if no outcome comes before."""
         times = [one.give_up_at for one in self._looking.values()] + self._loads.deadlines()
+        times += self.hot.deadlines()
         resume_at = self.saves.next_at(now)
         if resume_at is not None:
             times.append(resume_at)
@@ -199,6 +209,12 @@ class Offload:
         """What a step reads or writes of a layer comes after all that is on its way there."""
         self._transfer.before_layer(layer)
 
+    def ending(self, request: Request, now: float) -> None:
+        """A request is about to be over: its blocks are still its own."""
+        if request.sealed_blocks:
+            keys = request.chain.keys[: request.sealed_blocks]
+            self.hot.used(keys, scope_of(request), now)
+
     def ended(self, request: Request) -> None:
         """A request is over, or gave way, while it loaded: that concerns nobody any more."""
         self._loads.abandon(request)
@@ -221,11 +237,12 @@ class Offload:
                 if owner != _NOBODY:
                     self._owners[request.chain.keys[block]] = owner
 
-    def evicted(self, changes: Sequence[Change]) -> None:
+    def evicted(self, changes: Sequence[Change], now: float) -> None:
         """Blocks left L1: what waits to be written of them is lost."""
         for change in changes:
             if change.group == 0:
                 self._owners.pop(change.key, None)
+                self.hot.evicted(change.key, now)
             self.saves.withdraw(block_name(change.group, change.key))
 
     def pump(self, now: float) -> None:
@@ -246,11 +263,14 @@ class Offload:
                 looking.request.awaits_lookup = False
         self._writes.tick()
         self._loads.tick(now)
+        self.hot.tick(now)
 
     # ---- parts
 
     def _take(self, outcome: Outcome, now: float) -> None:
         match outcome:
+            case Looked() | Loaded() if self.hot.owns(outcome.ticket):
+                self.hot.take(outcome, now)
             case Looked():
                 self._looked(outcome)
             case Loaded():
@@ -279,6 +299,21 @@ class Offload:
                 self.saves.doubt(block_name(group, key) for key, source in absent if source is None)
         if request.phase is Phase.WAITING:
             request.below, request.below_from = below, start
+
+    # ---- the hot set
+
+    def offer_hot_set(self, bytes_max: int, now: float) -> None:
+        """Have the hottest of L1 written, as far as the store does not hold it."""
+        geometry = self._transfer.pool.geometry
+        block_bytes = max(geometry.block_bytes(group) for group in range(len(self._namespaces)))
+        self.hot.offer(bytes_max // block_bytes, now)
+
+    def prefetch(self, hot: HotSet, share: float, until: float, now: float) -> None:
+        """Begin to bring a hot set into at most this share of the pool."""
+        most = int(share * self._blocks.usage().blocks_count)
+        self.hot.prefetch(hot, most, until, now)
+
+    # ---- parts of saving
 
     def _offer(self, request: Request, start: int, stop: int, now: float) -> None:
         scope = scope_of(request)

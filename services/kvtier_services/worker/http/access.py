@@ -10,7 +10,10 @@ from kvtier.security.tokens import TokenBook
 Admit: TypeAlias = Callable[[str | None], None]
 """Takes the bearer token of a call, None where it has none; raises where it may not be made."""
 
-_ROLES: Final = frozenset({AccessRole.ROUTER, AccessRole.OPERATOR})
+CALLERS: Final = frozenset({AccessRole.ROUTER, AccessRole.OPERATOR})
+"""Who may ask for answers."""
+CONTROLLERS: Final = frozenset({AccessRole.OPERATOR})
+"""Who may end the worker."""
 _SCHEME: Final = "bearer "
 
 
@@ -18,14 +21,14 @@ def admit_anyone(token: str | None) -> None:
     """For a loopback address without credentials."""
 
 
-def admit_by(book: TokenBook) -> Admit:
-    """Admit routers and operators whose token `book` has."""
+def admit_by(book: TokenBook, roles: frozenset[AccessRole] = CALLERS) -> Admit:
+    """Admit those whose token `book` has and whose role is one of `roles`."""
 
     def admit(token: str | None) -> None:
         principal = Denial.MISSING if token is None else book.find(token)
         if isinstance(principal, Denial):
             raise UnauthenticatedError("no valid credentials")
-        if principal.role not in _ROLES:
+        if principal.role not in roles:
             raise ForbiddenError("not allowed")
 
     return admit

@@ -56,6 +56,7 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _INLINE_BYTES_MAX: Final = 8 << 10
 """Shorter bodies are prepared on the event loop: a thread would take longer than they do."""
+DRAIN_PATH: Final = "/drain"
 _OPEN_PATHS: Final = frozenset({"/live", "/health"})
 _log = EventLog(__name__)
 _GATE: Final = web.AppKey("gate", Gate)
@@ -70,6 +71,11 @@ class Surroundings:
     metrics: Metrics | None = None
     """A table that contains `metrics.TABLE`; not set: one of the endpoint alone."""
     admit: Admit = admit_anyone
+    """Who may ask for answers."""
+    control: Admit = admit_anyone
+    """Who may have the worker leave its fleet."""
+    leave: Callable[[], Awaitable[None]] | None = None
+    """Has the worker leave its fleet, and returns when it may be ended; not set: it cannot."""
     wall: Callable[[], float] = time.time
     """Seconds since 1970: answers say when they were created."""
 
@@ -97,6 +103,8 @@ def create_app(
     app.router.add_get("/v1/models/{name:.+}", endpoint.model)
     app.router.add_get("/health", endpoint.health)
     app.router.add_get("/live", endpoint.live)
+    if endpoint.can_leave:
+        app.router.add_post(DRAIN_PATH, endpoint.drain)
     app.router.add_get("/metrics", endpoint.metrics_page)
     return app
 
@@ -144,6 +152,8 @@ class _Endpoint:
         self._engine = engine
         self._texts = texts
         self._admit = around.admit
+        self._control = around.control
+        self._leave = around.leave
         self._wall = around.wall
         page = around.metrics if around.metrics is not None else Metrics(TABLE)
         self._metrics = EndpointMetrics(page)
@@ -156,6 +166,10 @@ class _Endpoint:
         self._created = int(around.wall())
         self._requests_count = 0
         self._bodies_bytes = 0
+
+    @property
+    def can_leave(self) -> bool:
+        return self._leave is not None
 
     # The edge
 
@@ -191,7 +205,8 @@ class _Endpoint:
     @contextlib.contextmanager
     def _running(self, request: web.Request) -> Iterator[None]:
         if request.path not in _OPEN_PATHS:
-            self._admit(bearer(request.headers.get(hdrs.AUTHORIZATION)))
+            admit = self._control if request.path == DRAIN_PATH else self._admit
+            admit(bearer(request.headers.get(hdrs.AUTHORIZATION)))
             if self._requests_count >= self.settings.requests_max:
                 raise OverloadedError(f"{self._requests_count} requests are being answered")
         self._requests_count += 1
@@ -284,6 +299,12 @@ class _Endpoint:
     def _model(self, name: str) -> object:
         engine = self._engine
         return model_object(engine.card, name, engine.context_tokens, self._created)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Answers when the worker has handed over what it has; it serves nobody any more then."""
+        assert self._leave is not None
+        await self._leave()
+        return _json({"status": "drained"})
 
     async def health(self, request: web.Request) -> web.Response:
         try:

@@ -11,11 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from kvtier.client.store import BlockStoreClient, ReadTerms, StoreClientConfig, WriteTerms
 from kvtier.core.frame import FrameName, KeyKind
-from kvtier.errors import KvtierError, LimitError
+from kvtier.errors import KvtierError, LimitError, UnavailableError
 from kvtier.limits import TIER_BATCH_BLOCKS_MAX
 from kvtier.ports import GetResult, GetStatus, PutStatus
 from kvtier.sections import DialConfig
@@ -36,6 +36,7 @@ from kvtier_services.worker.l2.port import (
 )
 
 LOG = EventLog("kvtier_services.worker")
+T = TypeVar("T")
 SOURCE_OF_TIER: Final = {
     Tier.DRAM: Source.DRAM,
     Tier.NVME: Source.NVME,
@@ -88,6 +89,15 @@ class StoreConnector:
         while self._outcomes:
             ended.append(self._outcomes.popleft())
         return ended
+
+    async def call(self, work: Callable[[BlockStoreClient], Coroutine[None, None, T]]) -> T:
+        """Run something with the store's client, on its thread, while the caller's loop goes on.
+
+        UnavailableError after `close`; otherwise what `work` raises.
+        """
+        if self._closed.is_set():
+            raise UnavailableError("the store's client is closed")
+        return await asyncio.wrap_future(self._thread.submit(work(self._client)))
 
     def close(self) -> None:
         """End everything that runs, and the thread. Idempotent; blocks for a few seconds at most.

@@ -8,7 +8,7 @@ load, writing, lookups.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from kvtier.core.frame import FrameName
 from kvtier.limits import TIER_BATCH_BLOCKS_MAX
@@ -18,7 +18,7 @@ from kvtier_services.worker.l2.advisor import Advisor
 from kvtier_services.worker.l2.port import BlockCache, Load, Loaded, LoadRun, Ticket
 from kvtier_services.worker.l2.saving import SaveBook, block_name
 from kvtier_services.worker.l2.tickets import Tickets
-from kvtier_services.worker.scheduler import LoadStart, Scheduler
+from kvtier_services.worker.scheduler import LoadStart
 from kvtier_services.worker.sequences import Phase, Request
 
 _GRACE_S: Final = 0.05
@@ -55,13 +55,29 @@ class _Loading:
     is_abandoned: bool = False
 
 
+class LoadOwner(Protocol):
+    """Whoever begins loads, and is told how they ended."""
+
+    def loaded(self, start: LoadStart, blocks_count: int, now: float) -> None:
+        """So many blocks arrived, from the first on."""
+        ...
+
+    def abandoned_ended(self, start: LoadStart, holder: str, blocks_count: int, now: float) -> None:
+        """The same of a load that nobody waited for any more."""
+        ...
+
+    def give_up_load(self, request: Request) -> str:
+        """A load is late: do not wait for it. Returns the name that its blocks are held under."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPorts:
     """What loads are made of."""
 
     below: BlockCache
     transfer: BlockTransfer
-    scheduler: Scheduler
+    owner: LoadOwner
     advisor: Advisor
     saves: SaveBook
     tickets: Tickets
@@ -91,6 +107,10 @@ class Loads:
     def waits_for_room(self) -> bool:
         """Whether a load goes on as soon as host memory is free."""
         return any(one.landing is None for one in self._all)
+
+    def owns(self, ticket: Ticket) -> bool:
+        """Whether an order is of one of these loads."""
+        return ticket in self._by_ticket
 
     def deadlines(self) -> list[float]:
         """When `tick` has something to do."""
@@ -131,7 +151,7 @@ class Loads:
                 self.counts.loads_given_up += 1
                 request = loading.start.request
                 if request.is_loading and request.holder == loading.holder:
-                    self._ports.scheduler.give_up_load(request)
+                    self._ports.owner.give_up_load(request)
             if loading.landing is None:
                 if loading.is_abandoned:
                     self._end(loading, now)
@@ -203,9 +223,9 @@ class Loads:
         if is_whole:
             blocks = start.blocks_count
         if loading.is_abandoned:
-            self._ports.scheduler.abandoned_ended(start, loading.holder, blocks, now)
+            self._ports.owner.abandoned_ended(start, loading.holder, blocks, now)
         elif start.request.phase is not Phase.ENDED:
-            self._ports.scheduler.loaded(start, blocks, now)
+            self._ports.owner.loaded(start, blocks, now)
 
     def _count(self, outcome: Loaded, group: int) -> None:
         counts = self.counts
