@@ -303,6 +303,40 @@ class BlockTier(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LandingSlot:
+    """Memory in DRAM for one payload, that nobody can find yet."""
+
+    token: int
+    memory: memoryview
+
+
+class Landing(Protocol):
+    """DRAM that lower tiers read into, so that what comes up is copied once.
+
+    Every slot is published or given back, once, after the read into it has ended.
+    """
+
+    def reserve(
+        self, blocks: Sequence[tuple[FrameName, int, Retention]]
+    ) -> Sequence[LandingSlot | None]:
+        """A slot for each of these payload lengths; None where there is no room. May evict."""
+        ...
+
+    def publish(
+        self, slots: Sequence[LandingSlot], arrived: Sequence[tuple[FrameHeader, ScopeId]]
+    ) -> list[PutResult]:
+        """Publish slots whose tier called them a HIT: its header is true of what is in the slot.
+
+        Where a block of that name has come meanwhile the first is kept.
+        """
+        ...
+
+    def give_back(self, slots: Sequence[LandingSlot]) -> None:
+        """Free slots that were not published, and that nobody writes any more. Idempotent."""
+        ...
+
+
 class LocalTier(BlockTier, Protocol):
     """A tier whose directory is in this process, so that the store can plan over it."""
 

@@ -26,7 +26,7 @@ from kvtier.core.planner import (
 )
 from kvtier.errors import KvtierError
 from kvtier.limits import TIER_BATCH_BLOCKS_MAX
-from kvtier.ports import BlockTier, ByNames, Clock, RemovalCause
+from kvtier.ports import BlockTier, ByNames, Clock, Landing, RemovalCause
 from kvtier.store.gates import ByteGate, TierGuard
 from kvtier.store.naming import block_key, frame_name
 from kvtier.store.values import Latencies, Pinning, StoreCounts, TieredStoreConfig
@@ -114,6 +114,8 @@ class Parts:
     gate: ByteGate
     clock: Clock
     latencies: Latencies
+    landing: Landing | None
+    """Of DRAM."""
 
     @property
     def dram(self) -> BlockTier:

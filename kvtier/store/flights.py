@@ -7,9 +7,10 @@ them. What must not live here: who waits, and with which deadline (see `store`).
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvtier.core.frame import HEADER_BYTES, FrameName
+from kvtier.core.eviction import Retention
+from kvtier.core.frame import HEADER_BYTES, FrameHeader, FrameName
 from kvtier.core.health import Outcome as CallOutcome
 from kvtier.core.planner import BlockKey, Fetch, Outcome, Promote, TransferId
 from kvtier.errors import KvtierError
@@ -18,6 +19,7 @@ from kvtier.ports import (
     GetRequest,
     GetResult,
     GetStatus,
+    LandingSlot,
     PutRequest,
     PutResult,
     PutStatus,
@@ -25,7 +27,7 @@ from kvtier.ports import (
 from kvtier.store.books import Books, Parts
 from kvtier.store.gates import grouped
 from kvtier.store.naming import frame_name
-from kvtier.types import Tier
+from kvtier.types import ScopeId, Tier
 
 Spawn = Callable[[Coroutine[None, None, None]], None]
 """Runs work in a task of the store's, until it ends or the store is closed."""
@@ -55,6 +57,10 @@ class Flight:
     done: asyncio.Future[GetResult] = field(default_factory=asyncio.Future)
     is_cancelled: bool = False
     is_reported: bool = False
+    is_for_bytes: bool = False
+    """Whether somebody waits for the bytes themselves: they come in memory of the store's."""
+    slot: LandingSlot | None = None
+    """Where in DRAM it is being read into: who wants its bytes then reads them there."""
 
 
 class Flights:
@@ -124,9 +130,13 @@ class Flights:
         try:
             size_bytes = sum(flight.size_bytes for flight in flights)
             async with self._turns[source], self._parts.gate.room(size_bytes):
+                if any(flight.promotes for flight in flights):
+                    await self._books.flush()  # what makes room for it goes first
+                self._reserve(flights)
                 results = await self._read(source, flights)
                 await self._land(source, flights, results)
         finally:
+            self._give_back(flights)
             for flight, transfer_id in zip(flights, ids, strict=True):
                 if flight.transfer_id == transfer_id and not flight.is_reported:
                     self._report(flight, Outcome.CANCELLED, _GONE)
@@ -141,7 +151,7 @@ class Flights:
         permit = guard.read(began)
         if permit is None:
             return [GetResult(GetStatus.ERROR, reason="breaker_open")] * len(flights)
-        asked = [GetRequest(f.name, None, f.size_bytes - HEADER_BYTES) for f in flights]
+        asked = [_request_of(flight) for flight in flights]
         outcome = CallOutcome.CANCELLED
         try:
             try:
@@ -157,13 +167,14 @@ class Flights:
         return results
 
     async def _land(self, source: Tier, flights: list[Flight], results: list[GetResult]) -> None:
-        """Put what is to stay into DRAM, report, and let those who wait have the bytes."""
-        kept = [
+        """Have in DRAM what is to stay, report, and let those who wait have the bytes."""
+        staying = [
             (flight, result)
             for flight, result in zip(flights, results, strict=True)
             if flight.promotes and result.is_hit and not flight.is_cancelled
         ]
-        puts: list[PutResult] = []
+        stays = self._published([pair for pair in staying if pair[0].slot is not None])
+        kept = [pair for pair in staying if pair[0].slot is None]
         if kept:
             requests = [self._put_of(flight, result) for flight, result in kept]
             deadline_s = self._parts.clock() + self._parts.config.dram_s
@@ -171,7 +182,7 @@ class Flights:
                 puts = await self._parts.dram.put_many(requests, deadline_s)
             except KvtierError as error:
                 puts = [PutResult(PutStatus.ERROR, type(error).__name__)] * len(kept)
-        stays = {id(flight): put for (flight, _), put in zip(kept, puts, strict=True)}
+            stays |= {id(flight): put for (flight, _), put in zip(kept, puts, strict=True)}
         for flight, result in zip(flights, results, strict=True):
             outcome = _OUTCOMES[result.status]
             if result.is_hit:
@@ -182,7 +193,56 @@ class Flights:
                     self._books.tally.promoted[source] += 1
                 else:
                     outcome = Outcome.CANCELLED  # the bytes are there, no other tier is asked
+            if flight.slot is not None:
+                result = replace(result, payload=None)  # anybody's to evict
             self._report(flight, outcome, result)
+
+    def _reserve(self, flights: list[Flight]) -> None:
+        """Take slots in DRAM for what stays there and whose bytes nobody else waits for.
+
+        A payload in a slot is anybody's to evict once it is published, so it is not handed out.
+        """
+        landing = self._parts.landing
+        up = [f for f in flights if f.promotes and not f.is_for_bytes and not f.is_cancelled]
+        if landing is None or not up:
+            return
+        blocks = [
+            (flight.name, flight.size_bytes - HEADER_BYTES, self._retention_of(flight))
+            for flight in up
+        ]
+        for flight, slot in zip(up, landing.reserve(blocks), strict=True):
+            flight.slot = slot
+
+    def _published(self, arrived: list[tuple[Flight, GetResult]]) -> dict[int, PutResult]:
+        """Publish slots that were filled; what became of each flight's."""
+        landing = self._parts.landing
+        if landing is None or not arrived:
+            return {}
+        slots: list[LandingSlot] = []
+        headers: list[tuple[FrameHeader, ScopeId]] = []
+        for flight, result in arrived:
+            assert flight.slot is not None
+            assert result.header is not None
+            slots.append(flight.slot)
+            headers.append((result.header, self._scope_of(flight, result)))
+        puts = landing.publish(slots, headers)
+        return {id(flight): put for (flight, _), put in zip(arrived, puts, strict=True)}
+
+    def _give_back(self, flights: list[Flight]) -> None:
+        """Free the slots of what did not come, was dropped, or was cancelled."""
+        slots = [flight.slot for flight in flights if flight.slot is not None]
+        for flight in flights:
+            flight.slot = None
+        if self._parts.landing is not None and slots:
+            self._parts.landing.give_back(slots)
+
+    def _retention_of(self, flight: Flight) -> Retention:
+        block = self._books.planner.block(flight.key)
+        return Retention() if block is None or block.retention is None else block.retention
+
+    def _scope_of(self, flight: Flight, result: GetResult) -> ScopeId:
+        block = self._books.planner.block(flight.key)
+        return result.scope if block is None else result.scope or block.scope_id
 
     def _is_in_dram(self, flight: Flight) -> bool:
         return self._parts.watch.holds(Tier.DRAM, flight.name)
@@ -190,13 +250,10 @@ class Flights:
     def _put_of(self, flight: Flight, result: GetResult) -> PutRequest:
         assert result.header is not None
         assert result.payload is not None
-        block = self._books.planner.block(flight.key)
-        scope = result.scope if block is None else result.scope or block.scope_id
-        owner = BlockOwner(result.header.writer_id, scope)
+        owner = BlockOwner(result.header.writer_id, self._scope_of(flight, result))
         checksum = result.header.payload_checksum
-        if block is None or block.retention is None:
-            return PutRequest(flight.name, result.payload, owner, checksum)
-        return PutRequest(flight.name, result.payload, owner, checksum, block.retention)
+        retention = self._retention_of(flight)
+        return PutRequest(flight.name, result.payload, owner, checksum, retention)
 
     def _report(self, flight: Flight, outcome: Outcome, result: GetResult) -> None:
         """Tell the planner; unless it sends the flight to another tier, it has ended."""
@@ -210,6 +267,11 @@ class Flights:
             del self._flying[flight.key]
         if not flight.done.done():
             flight.done.set_result(result)
+
+
+def _request_of(flight: Flight) -> GetRequest:
+    into = None if flight.slot is None else flight.slot.memory
+    return GetRequest(flight.name, into, flight.size_bytes - HEADER_BYTES)
 
 
 def _judge(results: Sequence[GetResult]) -> CallOutcome:

@@ -58,6 +58,8 @@ class _Step:
 
     served: list[int] = field(default_factory=list)
     flown: dict[int, asyncio.Future[GetResult]] = field(default_factory=dict)
+    landing: dict[int, asyncio.Future[GetResult]] = field(default_factory=dict)
+    """Blocks that are read into DRAM itself: to be planned again when they are there."""
     written: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Blocks that a put is storing: to be planned again when it has ended."""
 
@@ -112,7 +114,7 @@ class Reads:
             if step.served:
                 again += await self._serve(requests, step.served, results, deadline_s)
             waited: list[_Way] = [
-                *step.flown.values(), *step.written.values()
+                *step.flown.values(), *step.landing.values(), *step.written.values()
             ]  # fmt: skip
             if waited:
                 timeout = max(0.0, deadline_s - self._parts.clock())
@@ -121,8 +123,9 @@ class Reads:
             await self._books.flush()
         for i, flown in step.flown.items():
             results[i] = self._taken(requests[i], flown.result()) if flown.done() else _TIMEOUT
-        for i, written in step.written.items():
-            if written.done():
+        moving: dict[int, _Way] = {**step.landing, **step.written}
+        for i, way in moving.items():
+            if way.done():
                 again.append(i)
             else:
                 results[i] = _TIMEOUT
@@ -166,7 +169,11 @@ class Reads:
 
     def _join(self, step: _Step, i: int, action: Join | Fetch | Promote) -> None:
         flight = self._flights.find(action.key)
+        if flight is not None and flight.slot is not None:
+            step.landing[i] = flight.done
+            return
         if flight is not None:
+            flight.is_for_bytes = True
             step.flown[i] = flight.done
             return
         written = self._writes.find(action.key)

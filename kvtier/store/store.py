@@ -466,6 +466,7 @@ async def open_store(
         gate=ByteGate(config.in_flight_bytes_max),
         clock=clock,
         latencies=Quiet() if latencies is None else latencies,
+        landing=next((one.landing for one in tiers if one.blocks.tier is Tier.DRAM), None),
     )
     planner = Planner(config.planner, _ranked, clock())
     try:

@@ -16,7 +16,7 @@ from kvtier.core.health import BreakerPolicy
 from kvtier.core.planner import PinId, PlannerConfig, Reason, Reuse, TierUsage, Verdict
 from kvtier.errors import CallerError
 from kvtier.limits import STORE_IN_FLIGHT_BYTES_MAX, TIER_BATCH_BLOCKS_MAX
-from kvtier.ports import NO_SCOPE, BlockOwner, BlockTier, RemovalCause, TierStats
+from kvtier.ports import NO_SCOPE, BlockOwner, BlockTier, Landing, RemovalCause, TierStats
 from kvtier.types import ScopeId, Tier
 
 
@@ -91,6 +91,8 @@ class StoreTier:
     checksum_of: Callable[[FrameName], int | None] | None = None
     """The payload's checksum of a block that it holds, without reading it. So the first bytes of a
     name are kept even where they are only below. None: the tier cannot say."""
+    landing: Landing | None = None
+    """Of DRAM: where lower tiers read into. None: what comes up is put, with one more copy."""
 
 
 SHARED_TIERS: Final = frozenset({Tier.PEER, Tier.REDIS})

@@ -11,9 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 
-from kvtier.client.store import BlockStoreClient
-from kvtier.types import Tier
+from kvtier.client.store import BlockStoreClient, WriteTerms
+from kvtier.core.frame import HEADER_BYTES, FrameName
+from kvtier.types import ScopeId, Tier
+from kvtier.wire import messages as pb
+from kvtier.wire import rpc, transport
 from tests.faults.store_client_process import WRITER_TTL_MS
 from tests.harness.processes import Launch, Process, ProcessRunner, kvtier_command, python_module
 from tests.harness.toml_text import TomlValue
@@ -26,7 +30,7 @@ from tests.support.store_cluster import (
     some_numbers,
     start_store,
 )
-from tests.tiers.contract import name_of
+from tests.tiers.contract import NAMESPACE, OTHER_NAMESPACE, name_of
 
 NUMBERS = 400
 KILLS = 3
@@ -204,39 +208,80 @@ async def test_a_second_store_on_the_same_directory_ends_with_one_line(
         assert all(await put(client, [1]))
 
 
-async def test_a_hundred_thousand_small_blocks_fit_and_memory_stands_still(
+@pytest.mark.timeout(180)  # 140,000 puts; other tests run meanwhile
+async def test_a_hundred_thousand_blocks_of_two_models_and_three_tenants_fit_in_bounded_memory(
     processes: ProcessRunner, tmp_path: Path
 ) -> None:
     dram: dict[str, TomlValue] = {
         "bytes_max": 64 * MIB, "slab_bytes": MIB, "blocks_max": 110_000,
     }  # fmt: skip
     nvme: dict[str, TomlValue] = {"enabled": False}
-    start = partial(start_store, processes, tmp_path / "data", dram=dram, nvme=nvme)
+    quotas = [f"dram:{16 * MIB}:tenant-{n}" for n in range(3)]
+    start = partial(start_store, processes, tmp_path / "data", dram=dram, nvme=nvme, quotas=quotas)
     store = await asyncio.to_thread(start)
     async with store.client() as client:
         for at in range(0, 100_000, 4000):
             await put_small(client, range(at, at + 4000))
         assert (await store.tier(Tier.DRAM)).blocks == 100_000
+        used = {quota.scope: quota.used_bytes for quota in (await store.stats()).quotas}
+        assert used.keys() == {"tenant-0", "tenant-1", "tenant-2"}
+        assert all(30_000 * HEADER_BYTES < size < 16 * MIB for size in used.values())
         before = rss(store)
         for at in range(100_000, 140_000, 4000):
             await put_small(client, range(at, at + 4000))
         assert (await store.tier(Tier.DRAM)).blocks <= 110_000
         assert rss(store) - before < 100 * MIB
-        [hit] = await client.get_many([name_of(139_999)])
-        assert hit.payload is not None
-        assert bytes(hit.payload) == small(139_999)
+        newest = range(139_000, 140_000)
+        assert await held_small(client, newest) == set(newest)
+        others = [name_of(n, NAMESPACE) for n in newest if n % 2]
+        assert not any(result.is_hit for result in await client.get_many(others))
+        assert await dropped_of(store, "tenant-1") > 10_000
+        assert await held_small(client, newest) == {n for n in newest if n % 3 != 1}
     store.clean_log()
 
 
+async def dropped_of(store: StoreProcess, scope: str) -> int:
+    """Drop all blocks of a tenant; how many there were."""
+    channel = transport.new_channel(f"127.0.0.1:{store.port}")
+    try:
+        request = pb.DropBlocksRequest(scope=scope)
+        return int((await rpc.call(channel, rpc.STORE, "Drop")(request, timeout=60)).dropped)
+    finally:
+        await channel.close()
+
+
+def small_name(number: int) -> FrameName:
+    """Odd numbers are blocks of one model, even ones of another."""
+    return name_of(number, OTHER_NAMESPACE if number % 2 else NAMESPACE)
+
+
 def small(number: int) -> bytes:
-    return np.full(8, number, np.uint64).tobytes()
+    """One model's blocks are three times as long as the other's."""
+    return np.full(24 if number % 2 else 8, number, np.uint64).tobytes()
 
 
 async def put_small(client: BlockStoreClient, numbers: range) -> None:
-    results = await client.put_many(
-        [name_of(n) for n in numbers], [small(n) for n in numbers], deadline_s=30.0
-    )
-    assert all(result.is_held for result in results)
+    """Put blocks: of every third number for the same tenant, in chains of one model and tenant."""
+    for rest in range(6):
+        some = [n for n in numbers if n % 6 == rest]
+        terms = WriteTerms(scope=ScopeId(f"tenant-{rest % 3}"))
+        results = await client.put_many(
+            [small_name(n) for n in some], [small(n) for n in some], terms, deadline_s=30.0
+        )
+        assert all(result.is_held for result in results)
+
+
+async def held_small(client: BlockStoreClient, numbers: range) -> set[int]:
+    """Which are there; other bytes fail."""
+    found: set[int] = set()
+    for some in (numbers[::2], numbers[1::2]):  # a call is of one model
+        hits = await client.get_many([small_name(n) for n in some])
+        for n, hit in zip(some, hits, strict=True):
+            if hit.is_hit:
+                assert hit.payload is not None
+                assert bytes(hit.payload) == small(n)
+                found.add(n)
+    return found
 
 
 def rss(store: StoreProcess) -> int:

@@ -12,6 +12,7 @@ from kvtier.errors import BackendError, ConfigError
 from kvtier.peers import PeerTier
 from kvtier.ports import BlockOwner
 from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch, held_block
+from kvtier.tiers.arena.landing import ArenaLanding
 from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape
 from kvtier.tiers.nvme.layout import NvmeConfig
 from kvtier.tiers.nvme.tier import HeldBlock, NvmeTier
@@ -99,7 +100,7 @@ async def open_tiers(
         if nvme is not None:
             await nvme.close()
         raise
-    tiers = [StoreTier(arena, RawPins(arena))]
+    tiers = [StoreTier(arena, RawPins(arena), landing=ArenaLanding(arena))]
     if nvme is not None and nvme_keys is None:
         tiers.append(StoreTier(nvme, nvme, nvme.checksum_of))
     elif nvme is not None and nvme_keys is not None:
