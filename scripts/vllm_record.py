@@ -1,10 +1,11 @@
-"""Record what real vLLM servers tell `kvtier vllm doctor`, each lacking one flag.
+"""Record what real vLLM servers tell `kvtier vllm doctor`, each lacking some flags.
 
     .venv/bin/python scripts/vllm_record.py PYTHON MODEL_DIRECTORY OUTPUT_DIRECTORY [CASE ...]
 
 Needs a Python with vLLM, some 40 s a case. The tests of the doctor read what it writes.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,19 +31,10 @@ WANTED = Wanted(
 )
 CASES = {
     "good": (),
-    "caching": (flags.CACHING,),
-    "hash": (flags.HASH,),
-    "block": (flags.BLOCK,),
-    "details": (flags.DETAILS,),
-    "connector": (flags.CONNECTOR,),
-    "policy": ("kv_load_failure_policy",),
-    "events": (flags.EVENTS,),
-    "replay": ("replay_endpoint",),
-    "topic": ("topic",),
-    "bare": ("all", "VLLM_SERVER_DEV_MODE"),
-    "quiet": ("VLLM_SERVER_DEV_MODE",),
+    "bare": ("all",),
+    "partial": (flags.CACHING, "kv_load_failure_policy", "replay_endpoint", "topic"),
 }
-"""What each lacks: a flag, a key of one, or a variable."""
+"""What each lacks: flags, or keys of one."""
 START_S = 240.0
 KEPT = ("kv_transfer_config", "kv_events_config", "speculative_config")
 
@@ -67,14 +59,14 @@ def arguments(lacks: tuple[str, ...]) -> list[str]:
 def recorded(python: str, model: str, lacks: tuple[str, ...]) -> Seen:
     """What one server tells."""
     port = free_port()
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
+    argv = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", f"--model={model}"]
     argv += ["--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--max-model-len=2048"]
     argv += ["--enforce-eager", "--load-format=dummy", *arguments(lacks)]
     variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if "VLLM_SERVER_DEV_MODE" not in lacks:
-        variables["VLLM_SERVER_DEV_MODE"] = "1"
+    variables["VLLM_SERVER_DEV_MODE"] = "1"
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen(  # noqa: S603 (the caller chose the interpreter)
-        argv, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, start_new_session=True
+        argv, env=ours | variables, stdout=sys.stderr, start_new_session=True
     )
     server = Server("127.0.0.1", port, is_https=False)
     try:
@@ -86,7 +78,8 @@ def recorded(python: str, model: str, lacks: tuple[str, ...]) -> Seen:
         seen = look_at(server)
         return dataclasses.replace(seen, replay=ask_replay(WANTED.replay))
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -10,6 +10,7 @@ from tests.harness import netns, tmpfs
 from tests.harness.netns import Network
 from tests.harness.processes import Process, ProcessRunner, live_processes
 from tests.harness.rights import missing
+from tests.support.engine_support import note
 
 # Equal runs on every machine: examples follow from the test's code, and a slow machine is no fault.
 settings.register_profile("kvtier", derandomize=True, deadline=None, database=None)
@@ -34,6 +35,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Append the log tails of every process that runs to the report of a failed phase."""
     report = yield
+    if report.when == "call" and report.passed:
+        note(report.nodeid)
     if report.failed:
         for process in sorted(live_processes(), key=lambda live: live.name):
             report.sections.append((f"process {process.name}", process.log_tail()))

@@ -90,6 +90,7 @@ def test_it_starts_vllm_with_all_flags_and_a_bridge_that_follows_it(
     assert f'replay = "{events["replay_endpoint"]}"' in toml
     assert connector["residents"] == str(run_dir)
     assert f'residents = "{run_dir}"' in toml
+    assert f'namespace = "{"ab" * 32}"' in toml
     serve.terminate()
     assert serve.wait(WAIT_S) == 0
     assert not run_dir.exists()

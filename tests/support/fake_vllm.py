@@ -38,6 +38,10 @@ def told(number, _):
 
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, told)
+extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
+if "residents" in extra:
+    with open(os.path.join(extra["residents"], "namespace"), "w") as file:
+        file.write("ab" * 32)
 if "--fails" in flags:
     sys.exit(3)
 server = HTTPServer((flags["--host"], int(flags["--port"])), Handler)

@@ -9,6 +9,7 @@
     scheduling.py  scheduler side, sans-I/O: what to load and to save, request by request
     worth.py       whether loading is faster than computing, as measured
     prefixes.py    what the index calls a request's blocks
+    namespaces.py  tells the bridge by which name the store has the engine's blocks
     adapters.py    which weights a LoRA adapter has
     lookups.py     which blocks the store has, asked beside the scheduler
     pages.py       blocks in vLLM's per-layer caches, as the payload of one frame

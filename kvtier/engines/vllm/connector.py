@@ -11,6 +11,7 @@ misses, and its log says why.
 What must not live here: decisions (scheduling.py), bytes (pages.py), calls (lookups, transfers).
 """
 
+import contextlib
 import logging
 import re
 import secrets
@@ -39,6 +40,7 @@ from kvtier.engines.vllm.adapters import AdapterDigests
 from kvtier.engines.vllm.facts import EngineFacts, Refusal, read_facts
 from kvtier.engines.vllm.lookups import StoreLookups
 from kvtier.engines.vllm.metrics import Increments, KvtierMetrics, KvtierStats
+from kvtier.engines.vllm.namespaces import tell_namespace
 from kvtier.engines.vllm.pages import KvPages
 from kvtier.engines.vllm.prefixes import PrefixHashes
 from kvtier.engines.vllm.residents import NO_KEYS, FeedTerms, ResidentsFeed
@@ -121,6 +123,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
                 rank = int(vllm_config.parallel_config.data_parallel_index)
                 feed = FeedTerms(folder, rank, chain_root(facts.pool, None, None))
                 self._residents = ResidentsFeed(feed, get_block_hash)
+                with contextlib.suppress(OSError):  # a bridge does without
+                    tell_namespace(folder, facts.namespaces())
             namespaces = ", ".join(space.hex() for space in facts.namespaces())
             LOG.info("kvtier shares blocks by %s, namespace %s", self._settings.store, namespaces)
             self._lookups.compare(facts)

@@ -125,7 +125,10 @@ def _doctor(argv: list[str]) -> int:
     if told.replay is not None:
         seen = replace(seen, replay=ask_replay(told.replay))
     wanted = Wanted(
-        told.store, told.events, told.replay or f"ipc://{RUN_DIR}/replay", told.block_tokens
+        store=told.store,
+        events=told.events,
+        replay=told.replay or f"ipc://{RUN_DIR}/replay",
+        block_tokens=told.block_tokens,
     )
     findings = examine(seen, wanted)
     sys.stdout.write(_as_json(findings) if told.json else _as_text(findings))

@@ -20,8 +20,11 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from kvtier.config import variables_with
+from kvtier.engines.vllm.namespaces import FILE as NAMESPACE_FILE
+from kvtier.engines.vllm.namespaces import told_namespace
 from kvtier.errors import ConfigError
 from kvtier.local.child import EXEC
+from kvtier.local.settings import Table, merged
 from kvtier.local.vllm.asking import Server
 from kvtier.local.vllm.environment import look
 from kvtier.local.vllm.server import Assembled, assembled, check_bridge
@@ -37,6 +40,7 @@ _FORWARDED: Final = (
     signal.SIGUSR2,
 )
 _ENDING: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+_SOCKETS: Final = ("events", "replay", NAMESPACE_FILE)
 _PAUSE_S_FIRST: Final = 0.5
 _PAUSE_S_MAX: Final = 30.0
 _STEADY_S: Final = 30.0
@@ -50,10 +54,11 @@ def serve(config: VllmConfig, log: TextIO) -> int:
     """
     with _run_directory(config.run_dir) as run_dir:
         parts = assembled(config, look(config.python), run_dir)
-        toml = None if parts.bridge is None else check_bridge(parts.bridge, run_dir)
-        for name in ("events", "replay"):
+        if parts.bridge is not None:
+            check_bridge(parts.bridge, run_dir)
+        for name in _SOCKETS:
             (run_dir / name).unlink(missing_ok=True)  # of a server that was killed
-        return asyncio.run(_Pair(parts, toml, config.stop_s_max, log).run())
+        return asyncio.run(_Pair(parts, run_dir, config.stop_s_max, log).run())
 
 
 @contextlib.contextmanager
@@ -77,9 +82,9 @@ def _run_directory(chosen: Path | None) -> Iterator[Path]:
 class _Pair:
     """Both processes over the life of vLLM."""
 
-    def __init__(self, parts: Assembled, toml: Path | None, stop_s_max: float, log: TextIO) -> None:
+    def __init__(self, parts: Assembled, run_dir: Path, stop_s_max: float, log: TextIO) -> None:
         self._parts = parts
-        self._toml = toml
+        self._run_dir = run_dir
         self._stop_s_max = stop_s_max
         self._log = log
         self._bridge: asyncio.subprocess.Process | None = None
@@ -92,7 +97,8 @@ class _Pair:
         loop = asyncio.get_running_loop()
         for number in _FORWARDED:
             loop.add_signal_handler(number, self._forward, vllm.pid, number)
-        beside = asyncio.create_task(self._keep_bridge()) if self._toml is not None else None
+        table = self._parts.bridge
+        beside = None if table is None else asyncio.create_task(self._keep_bridge(table))
         try:
             # Not reaped yet, so that its process group cannot be that of somebody else.
             await asyncio.to_thread(os.waitid, os.P_PID, vllm.pid, os.WEXITED | os.WNOWAIT)
@@ -124,17 +130,19 @@ class _Pair:
             loop = asyncio.get_running_loop()
             self._kill = loop.call_later(self._stop_s_max, _kill_group, pid)
 
-    async def _keep_bridge(self) -> None:
+    async def _keep_bridge(self, table: Table) -> None:
         """Start the bridge once vLLM serves, and again whenever it ends."""
         place = parse_address(self._parts.address)
         server = Server(place.host, place.port, is_https=False)
         await asyncio.to_thread(server.until_healthy, self._ended)
+        told = {"model": {"namespace": told_namespace(self._run_dir)}}
+        toml = check_bridge(merged(table, told), self._run_dir)
         pause_s = _PAUSE_S_FIRST
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
             self._bridge = await asyncio.create_subprocess_exec(
-                *_child("bridge", "--config", str(self._toml)),
+                *_child("bridge", "--config", str(toml)),
                 stdin=asyncio.subprocess.DEVNULL,
                 process_group=0,
             )
