@@ -92,8 +92,16 @@ class VllmServer:
         return text
 
     def forget(self) -> None:
-        """Drop what it has cached itself."""
-        self.post("/reset_prefix_cache", {})
+        """Drop what it has cached itself; waits for a request that is just ending."""
+        self._reset("/reset_prefix_cache")
+
+    def forget_all(self) -> None:
+        """Drop what it has cached, also elsewhere: as after a change of its weights."""
+        self._reset("/reset_prefix_cache?reset_external=true")
+
+    def _reset(self, path: str) -> None:
+        # Older releases say nothing of success.
+        eventually(lambda: self.post(path, {}).get("success", True) is True, 60, "a reset")
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""

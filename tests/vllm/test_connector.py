@@ -309,7 +309,7 @@ def test_after_a_reset_of_external_caches_nothing_of_before_is_used(rig: Rig) ->
     known = prompt(30, 300)
     first = stored_by(rig.a, known)
     assert rig.b.complete(known, 1).cached_tokens == whole(known)
-    rig.b.order("/reset_prefix_cache?reset_external=true", {})
+    rig.b.forget_all()
     again = rig.b.complete(known)
     assert again.cached_tokens == 0
     assert again.equals(first)
