@@ -119,7 +119,7 @@ def test_a_store_that_is_killed_ends_a_load_at_once_and_touches_no_cache(rig: Ri
     before = {name: layer.clone() for name, layer in rig.loading.caches.items()}
     assert not rig.loading.transfers.ended()
     rig.store.process.kill()
-    rig.proxy.set(Direction.TO_CLIENT, NO_FAULTS)
+    rig.proxy.reset()
     assert rig.loading.end().leading_blocks == 0
     assert all(torch.equal(layer, before[name]) for name, layer in rig.loading.caches.items())
 
