@@ -120,7 +120,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             )
             if self._settings.residents:
                 folder = Path(self._settings.residents)
-                rank = int(vllm_config.parallel_config.data_parallel_index)
+                parallel = vllm_config.parallel_config
+                rank = int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
                 feed = FeedTerms(folder, rank, chain_root(facts.pool, None, None))
                 self._residents = ResidentsFeed(feed, get_block_hash)
                 with contextlib.suppress(OSError):  # a bridge does without
