@@ -130,11 +130,14 @@ def run_kvtier(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def living(pids: Sequence[int]) -> list[int]:
     """Which of these processes still run."""
-    return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
+    return [pid for pid in pids if _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def status_json(root: Path) -> dict[str, Any]:
