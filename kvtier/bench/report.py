@@ -26,6 +26,7 @@ BENCHES = (
     "worker",
     "cluster",
     "vllm",
+    "peers",
 )
 """Names of benches; a `-` in a name is a `_` in the name of its module."""
 

@@ -114,6 +114,20 @@ class RedisSection:
 
 
 @dataclass(frozen=True, slots=True)
+class BulkSection:
+    """A channel of its own for payload between stores, beside the service's port."""
+
+    enabled: bool = True
+    """Off: payload goes through the service. Needs `listen.bind` to be host:port."""
+    port: int = 0
+    """On the host that `listen.bind` names, with the same TLS and tokens; 0 takes a free one."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise ConfigError("port is none")
+
+
+@dataclass(frozen=True, slots=True)
 class PeersSection:
     """The stores of other nodes, which are read where an index says that they have a block."""
 
@@ -175,6 +189,8 @@ class StoreConfig(Root):
     """Disk."""
     redis: RedisSection = field(default_factory=RedisSection)
     """Shared Redis."""
+    bulk: BulkSection = field(default_factory=BulkSection)
+    """Channel for payload between stores."""
     peers: PeersSection = field(default_factory=PeersSection)
     """Other nodes' stores."""
     quotas: tuple[str, ...] = ()

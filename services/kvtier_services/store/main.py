@@ -40,6 +40,8 @@ from kvtier.types import HOLDER_TIERS, InstanceId, NodeId
 from kvtier.wire import rpc
 from kvtier_services.store import metrics as table
 from kvtier_services.store import tiers as built
+from kvtier_services.store.arena import GovernedArena
+from kvtier_services.store.bulk import served_bulk
 from kvtier_services.store.config import StoreConfig, parse_quota
 from kvtier_services.store.leases import LeaseBook
 from kvtier_services.store.peers import opened_peers
@@ -95,6 +97,9 @@ class RunningStore:
     arena_socket: Path
     store: TieredStore
     metrics: Metrics
+    arena: GovernedArena
+    bulk_port: int
+    """0 where the channel is off."""
 
 
 @contextlib.asynccontextmanager
@@ -176,6 +181,12 @@ async def serve(
         table.read_peers(opened.metrics, peers)
         table.read_service(opened.metrics, arena_server.stats, [tcp.guard, local.guard])
         identity = replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port))
+        bulk_port = 0
+        if config.bulk.enabled and identity.grpc_address:
+            bulk = served_bulk(config.listen, config.bulk.port, POLICY, parts)
+            bulk_port = await stack.enter_async_context(bulk)
+            told = _reachable(config.listen.bind, bulk_port)
+            identity = replace(identity, bulk_address=told)
         announcer.name(identity)
         stack.push_async_callback(_cancelled, asyncio.create_task(_keep_time(reservations)))
         if tiers.redis is not None:
@@ -184,7 +195,9 @@ async def serve(
             looking = asyncio.create_task(shared.run(policy.look_s))
             stack.push_async_callback(_cancelled, looking)
         LOG.info("serving", bind=config.listen.bind, port=tcp.port, socket=str(run_dir / SOCKET))
-        yield RunningStore(tcp.port, run_dir / SOCKET, arena_path, store, opened.metrics)
+        yield RunningStore(
+            tcp.port, run_dir / SOCKET, arena_path, store, opened.metrics, tiers.arena, bulk_port
+        )
 
 
 async def _servers(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from kvtier.client.calls import ClientConfig
 from kvtier.client.client import IndexClient
-from kvtier.peers import Finder, GrpcTransport, PeerPolicy, PeerTier
+from kvtier.peers import BulkFirst, BulkTransport, Finder, GrpcTransport, PeerPolicy, PeerTier
 from kvtier.peers.finding import FinderPolicy, HashOf
 from kvtier.ports import Clock
 from kvtier.types import InstanceId
@@ -35,4 +35,6 @@ async def opened_peers(
             bytes_max=section.bytes_max,
             peer_bytes_max=section.peer_bytes_max,
         )
-        yield PeerTier(finder, GrpcTransport(section.dial(config.index)), clock, policy)
+        dial = section.dial(config.index)
+        transport = BulkFirst(BulkTransport(dial), GrpcTransport(dial))
+        yield PeerTier(finder, transport, clock, policy)

@@ -51,6 +51,7 @@ class Identity:
     zone: str
     grpc_address: str
     capacities: tuple[TierCapacity, ...]
+    bulk_address: str = ""
 
     def holder(self, namespace: Fingerprint) -> HolderInfo:
         """The holder of one namespace of this store."""
@@ -60,7 +61,7 @@ class Identity:
             node=self.node,
             namespace=namespace,
             zone=self.zone,
-            addresses=Addresses(grpc=self.grpc_address),
+            addresses=Addresses(grpc=self.grpc_address, bulk=self.bulk_address),
             capacities=self.capacities,
         )
 
