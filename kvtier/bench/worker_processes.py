@@ -233,7 +233,12 @@ class Node:
 
     def worker(self, name: str, table: Mapping[str, object]) -> Worker:
         """Start a worker; `table` is its configuration besides its address."""
-        own = {"listen": {"bind": "127.0.0.1:0"}, "instance": name, "node": "bench"}
+        own: dict[str, object] = {
+            "listen": {"bind": "127.0.0.1:0"},
+            "instance": name,
+            "node": "bench",
+            "hot_set": {"write_ms_max": 0, "prefetch_ms_max": 0},  # a restart empties L1
+        }
         worker = Worker(self._started("worker", name, own | dict(table)))
         self._workers.append(worker)
         return worker

@@ -230,11 +230,8 @@ class _Planner:
             config = self._load(WorkerConfig, name, self._worker(name, index_at, socket)).config
             self._model = config.model.model
             listen = config.listen
-            found.append(
-                self._http(
-                    name, Kind.WORKER, listen.bind, "/health", listen.tls, config.drain_ms_max
-                )
-            )
+            stop_ms = config.hot_set.write_ms_max + config.drain_delay_ms + config.drain_ms_max
+            found.append(self._http(name, Kind.WORKER, listen.bind, "/health", listen.tls, stop_ms))
         return tuple(found)
 
     def _vllm(self, number: int, index_at: str, socket: Path) -> Table:

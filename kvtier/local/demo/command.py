@@ -138,6 +138,8 @@ def demo_cluster(flags: Sequence[str]) -> Cluster:
     threads = len(os.sched_getaffinity(0))
     worker = merged({"model": {"threads": threads}}, cluster.sections["worker"])
     worker = merged(worker, {"cache": {"block_tokens": _BLOCK_TOKENS}})
+    # A phase restarts workers to empty them: nothing must be brought back before it asks.
+    worker = merged(worker, {"hot_set": {"prefetch_ms_max": 0}})
     return replace(cluster, sections={**cluster.sections, "worker": worker})
 
 
