@@ -1,8 +1,10 @@
 """Real vLLM servers behind bridge and router: whose blocks are whose, and what routing is worth.
 
-Runs in `make test-vllm`; skipped where there is no vLLM.
+Runs in `make test-vllm` unless that has a budget of time: three servers at once want 12 GB and, on
+two cores, a minute to start. Skipped where there is no vLLM.
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +18,8 @@ from tests.support.vllm_servers import PYTHON, WHY_NOT, prompt
 
 if not PYTHON:
     pytest.skip(WHY_NOT, allow_module_level=True)
+if "KVTIER_VLLM_BUDGET_S" in os.environ:
+    pytest.skip("three servers at once are too much for a budget of time", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(900)
 SHOWN_S = 60.0
