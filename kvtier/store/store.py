@@ -71,11 +71,14 @@ ADOPTIONS_MAX: Final = 1024
 """Blocks that may wait to be booked ..."""
 ADOPTIONS_BYTES_MAX: Final = 64 << 20
 """... and their bytes: what waits is evicted by the arena alone, without a copy below."""
+PEER_HINT_S = 0.01
+"""How long a question where blocks are waits to hear of other nodes: late answers help the next."""
 PROBE_S = 1.0
 """How long a tier may take to show that it is back."""
 _PROBE_NAME = FrameName(KeyKind.PREFIX_KEY, bytes(32), Fingerprint(bytes(32)))
 _EVERYTHING = ReadOptions()
 _DRAM = Tier.DRAM
+_HERE = frozenset({Tier.DRAM, Tier.NVME})
 
 
 def _ranked(_: Tier, __: int) -> Policy[BlockKey]:
@@ -185,9 +188,13 @@ class TieredStore:
             return found
         for tier in SHARED_TIERS & self._parts.guards.keys() - down:
             absent = [i for i, tiers in enumerate(found) if tier not in tiers]
+            end_s = deadline_s
+            if tier is Tier.PEER:  # who asks for what is here must not wait for an index
+                absent = [i for i in absent if _HERE.isdisjoint(found[i])]
+                end_s = min(deadline_s, self._parts.clock() + PEER_HINT_S)
             with contextlib.suppress(KvtierError):
                 asked = [names[i] for i in absent]
-                held = await self._parts.tiers[tier].contains(asked, deadline_s) if asked else []
+                held = await self._parts.tiers[tier].contains(asked, end_s) if asked else []
                 for i, there in zip(absent, held, strict=True):
                     if there and not self._lanes[tier].owes_drop(names[i]):
                         found[i] |= {tier}

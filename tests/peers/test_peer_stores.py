@@ -6,6 +6,7 @@ from pathlib import Path
 from kvtier.store import SharedTier
 from kvtier.types import Tier
 from kvtier_services.store.config import PeersSection
+from tests.harness.waiting import eventually_async
 from tests.support.peer_stores import some_nodes
 from tests.support.store_service import BLOCK, names
 from tests.tiers.contract import soon
@@ -76,5 +77,20 @@ async def test_what_was_dropped_at_one_store_does_not_come_back_from_another(
 async def test_where_blocks_are_says_that_a_peer_has_them(tmp_path: Path) -> None:
     async with some_nodes(tmp_path, "a", "b") as nodes:
         await nodes.put("a", 1)
-        found = await nodes.stores["b"].store.contains(names(1, 2), soon(), SharedTier.ASK)
-        assert found == [{Tier.PEER}, frozenset()]
+        store = nodes.stores["b"].store
+
+        async def is_said() -> bool:  # a late answer of the index counts from the next time on
+            found = await store.contains(names(1, 2), soon(), SharedTier.ASK)
+            return found == [{Tier.PEER}, frozenset()]
+
+        await eventually_async(is_said, 30, "the index has said who has the block")
+
+
+async def test_where_blocks_of_this_node_are_is_said_without_asking_an_index(
+    tmp_path: Path,
+) -> None:
+    async with some_nodes(tmp_path, "a") as nodes:
+        await nodes.put("a", 1, 2)
+        found = await nodes.stores["a"].store.contains(names(1, 2), soon(), SharedTier.ASK)
+        assert found == [{Tier.DRAM}] * 2
+        assert nodes.metric("a", "kvtier_store_peer_questions_total") == 0
