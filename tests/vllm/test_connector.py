@@ -99,7 +99,7 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def storeless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     model = smollm2(tmp_path_factory).directory
     directory = tmp_path_factory.mktemp("vllm")
     socket = f"unix:{directory / 'store' / 'run' / 'store.sock'}"
@@ -114,28 +114,41 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             yield Rig(a, b, proxy, directory, model, runner, (launch, port))
 
 
+@pytest.fixture
+def rig(storeless: Rig) -> Rig:
+    """With its store, whichever test is the first to want it."""
+    if not storeless.store.process.alive:  # a test that failed has left it so
+        storeless.store.process.restart()
+    return storeless
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> None:
     """The servers live as long as the module: its fixture ends them."""
 
 
-def test_servers_without_a_store_serve_and_hit_within_seconds_of_its_appearance(rig: Rig) -> None:
+def test_servers_without_a_store_serve_and_hit_within_seconds_of_its_appearance(
+    storeless: Rig,
+) -> None:
     tokens = prompt(10, 300)
-    first = rig.a.complete(tokens)
+    assert storeless.started is None
+    first = storeless.a.complete(tokens)
     assert (first.cached_tokens, len(first.tokens)) == (0, 32)
-    rig.a.forget()
-    assert rig.a.complete(tokens, 1).cached_tokens == 0
-    assert rig.store.process.alive
+    storeless.a.forget()
+    assert storeless.a.complete(tokens, 1).cached_tokens == 0
+    assert storeless.store.process.alive
 
     def hits() -> bool:
-        rig.a.forget()
-        return rig.a.complete(tokens, 1).cached_tokens == whole(tokens)
+        storeless.a.forget()
+        return storeless.a.complete(tokens, 1).cached_tokens == whole(tokens)
 
-    eventually(hits, 10 + 10 * rig.a.first_token_s(prompt(11, 300)), "hits after the store came")
-    await_hits(rig.b, tokens)
-    rig.b.forget()
-    assert rig.b.complete(tokens).equals(first)
-    eventually(lambda: rig.b.count("loaded") > 0, 60, "B counts what it loaded")
+    eventually(
+        hits, 10 + 10 * storeless.a.first_token_s(prompt(11, 300)), "hits after the store came"
+    )
+    await_hits(storeless.b, tokens)
+    storeless.b.forget()
+    assert storeless.b.complete(tokens).equals(first)
+    eventually(lambda: storeless.b.count("loaded") > 0, 60, "B counts what it loaded")
 
 
 def await_hits(server: VllmServer, tokens: list[int]) -> None:
