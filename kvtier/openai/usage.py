@@ -21,6 +21,9 @@ class Usage:
     completion_tokens: int
     cached_tokens: int | None
     """Of the prompt, read from a cache; None where the engine does not say."""
+    reused_tokens: int | None = None
+    """Of the prompt, that the answering worker did not compute, where it says so beside: another
+    one had computed some of them for this request."""
 
 
 def usage_of(body: bytes) -> Usage | None:
@@ -72,9 +75,11 @@ def _usage(usage: dict[str, object]) -> Usage | None:
     if prompt is None:
         return None
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    cached = reused = None
+    if isinstance(details, dict):
+        cached, reused = _count(details.get("cached_tokens")), _count(details.get("reused_tokens"))
     completion = _count(usage.get("completion_tokens", usage.get("output_tokens")))
-    return Usage(prompt, completion or 0, cached)
+    return Usage(prompt, completion or 0, cached, reused)
 
 
 def _count(value: object) -> int | None:

@@ -25,6 +25,7 @@ from kvtier_router.config import IndexMode, RouterConfig, pairs
 from kvtier_router.routing import Router, RoutingBrain, RoutingConfig, StaticWorker, static_worker
 from kvtier_router.routing.config import NameRule, NameTarget
 from kvtier_router.routing.remote import RemoteFleet
+from kvtier_router.routing.splitting import SplitPolicy, Splitter
 from kvtier_router.routing.values import RouteAsk, RouteDecision
 from kvtier_router.ui.watching import NO_SIGHT, IndexSight
 
@@ -43,6 +44,8 @@ class Brain:
     route_later: Callable[[RouteAsk], Awaitable[RouteDecision]] | None = None
     sight: IndexSight = NO_SIGHT
     """What can be seen of the index, for the dashboard."""
+    splitter: Splitter | None = None
+    """Who decides whether a request is split; None: none is."""
 
 
 def router_name(config: RouterConfig, process: int) -> str:
@@ -81,7 +84,9 @@ async def open_brain(config: RouterConfig, process: int = 0) -> AsyncIterator[Br
             lambda: replica.lag,
             replica.census,
         )
-        yield Brain(Router(routing, replica, desk), sight=sight)
+        router = Router(routing, replica, desk)
+        policy = SplitPolicy(config.split, config.split_tokens_min)
+        yield Brain(router, sight=sight, splitter=Splitter(router, policy, time.monotonic))
     finally:
         await asyncio.to_thread(_close, thread, client, replica, desk)
 

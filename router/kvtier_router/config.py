@@ -7,9 +7,11 @@ from typing import ClassVar
 
 from kvtier.config import Root, Secret
 from kvtier.errors import ConfigError
+from kvtier.limits import PROMPT_TOKENS_MAX
 from kvtier.sections import DialConfig, Reach, TelemetryConfig, TlsConfig, parse_address
 from kvtier_router.front.loads import LoadsConfig
 from kvtier_router.front.silence import SilenceConfig
+from kvtier_router.routing.splitting import SplitMode
 from kvtier_router.routing.values import Policy
 from kvtier_router.web.upstream import UpstreamLimits
 from kvtier_router.web.values import HttpLimits
@@ -188,6 +190,11 @@ class RouterConfig(Root):
     """Processes that share the port; each has a brain of its own."""
     policy: Policy = Policy.CACHE_AWARE
     """cache_aware, round_robin, least_loaded, random or session."""
+    split: SplitMode = SplitMode.AUTO
+    """auto, never or always: whether a prompt is computed by a prefill worker before a decode
+    worker answers. auto: where workers have roles, when it costs less."""
+    split_tokens_min: int = 512
+    """auto: how many tokens must be left to compute."""
     static_workers: tuple[str, ...] = ()
     """`NAME=ADDRESS MODEL [MODEL ...]` each: workers that no index tells of."""
     names: tuple[str, ...] = ()
@@ -226,6 +233,10 @@ class RouterConfig(Root):
             raise ConfigError(f"admin_bind {self.admin_bind} is reachable from other machines")
         if self.gossip.peers and self.tenants.cluster_secret is None:
             raise ConfigError("gossip.peers needs tenants.cluster_secret")
+        if self.split is SplitMode.ALWAYS and self.index_mode is IndexMode.REMOTE:
+            raise ConfigError("split = always needs index_mode embedded")
+        if not 1 <= self.split_tokens_min <= PROMPT_TOKENS_MAX:
+            raise ConfigError(f"split_tokens_min must be in 1..{PROMPT_TOKENS_MAX}")
         if not 1 <= self.match_ms_max <= 10_000:
             raise ConfigError("match_ms_max must be 1 to 10000")
         if self.drain_delay_ms < 0 or self.drain_ms_max < 0:

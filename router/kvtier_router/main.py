@@ -45,6 +45,7 @@ from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.quota import QuotaDesk
 from kvtier_router.front.relay import Relay, RelayParts, RelayPolicy
 from kvtier_router.front.silence import Silence
+from kvtier_router.front.splitting import SplitParts, Splits
 from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.tenants import TenantBook
 from kvtier_router.gossip import (
@@ -135,6 +136,7 @@ async def serve(
         front = Front(parts, _policy(config))
         server = HttpServer(front, config.http, clock)
         table.bind_relay(telemetry.metrics, relay)
+        table.bind_splits(telemetry.metrics, relay_parts.splits)
         table.bind_server(telemetry.metrics, server, queue)
         table.bind_brain(telemetry.metrics, brain)
         table.bind_access(telemetry.metrics, lambda: access.dropped_count)
@@ -154,7 +156,13 @@ async def serve(
             )
         )
         admin_parts = AdminParts(
-            brain, prompts, telemetry.metrics, front.unready, gossip.order, dashboard.answer
+            brain,
+            prompts,
+            telemetry.metrics,
+            front.unready,
+            gossip.order,
+            dashboard.answer,
+            relay_parts.splits,
         )
         admin = HttpServer(Admin(admin_parts), config.http, clock)
         admin_port = await _listen_admin(admin, config.admin_bind, place.process)
@@ -199,13 +207,18 @@ def _relay_parts(
     clock: Callable[[], float],
 ) -> RelayParts:
     relay = config.relay
+    budget = RetryBudget(relay.retry_ratio, burst=float(relay.retry_burst))
+    splits = None
+    if brain.splitter is not None:
+        splits = Splits(SplitParts(brain.routing, brain.splitter, upstream, budget, clock))
     return RelayParts(
         brain=brain.routing,
         route_later=brain.route_later,
         upstream=upstream,
         credentials=Credentials(config.upstream.bearer, config.upstream.tokens_file),
         stickiness=stickiness,
-        budget=RetryBudget(relay.retry_ratio, burst=float(relay.retry_burst)),
+        splits=splits,
+        budget=budget,
         policy=RelayPolicy(relay.attempts_max, relay.shows_decision),
         clock=clock,
     )

@@ -9,6 +9,7 @@ from kvtier_router.front.calls import Api
 from kvtier_router.front.loads import Asked, LoadPoll
 from kvtier_router.front.queue import RequestQueue
 from kvtier_router.front.relay import Relay, Resumed, Retried
+from kvtier_router.front.splitting import REASONS, SplitOutcome, Splits
 from kvtier_router.routing.values import RoutingBrain
 from kvtier_router.web.server import HttpServer
 from kvtier_router.web.upstream import Loss
@@ -66,6 +67,12 @@ RESUMPTIONS: Final = MetricDef(
     "kvtier_router_resumptions_total",
     "Streams whose worker was lost, by what became of them.",
     (Label("outcome", tuple(item.value for item in Resumed)),),
+)
+SPLITS: Final = MetricDef(
+    _COUNTER,
+    "kvtier_router_splits_total",
+    "Requests that could be split into prefill and decode, by what became of them and why.",
+    (Label("outcome", tuple(item.value for item in SplitOutcome)), Label("reason", REASONS)),
 )
 LOSSES: Final = MetricDef(
     _COUNTER,
@@ -145,6 +152,7 @@ DEFINITIONS: Final = (
     MATCHED_TOKENS,
     RETRIES,
     RESUMPTIONS,
+    SPLITS,
     LOSSES,
     REFUSED,
     QUEUE_REFUSED,
@@ -192,6 +200,12 @@ def bind_relay(metrics: Metrics, relay: Relay) -> None:
     metrics.pull(RETRIES, lambda: [((k.value,), relay.retries[k]) for k in Retried])
     metrics.pull(RESUMPTIONS, lambda: [((k.value,), relay.resumptions[k]) for k in Resumed])
     metrics.pull(LOSSES, lambda: [((k.value,), relay.losses[k]) for k in Loss])
+
+
+def bind_splits(metrics: Metrics, splits: Splits | None) -> None:
+    """Read how many requests were split; nothing is told where none can be."""
+    counts = {} if splits is None else splits.counts
+    metrics.pull(SPLITS, lambda: [(key, count) for key, count in counts.items()])
 
 
 def bind_server(metrics: Metrics, server: HttpServer, queue: RequestQueue) -> None:

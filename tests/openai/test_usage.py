@@ -31,6 +31,13 @@ def encoded(value: object) -> bytes:
             Usage(7, 0, 4),
         ),
         (
+            {
+                "prompt_tokens": 7,
+                "prompt_tokens_details": {"cached_tokens": 0, "reused_tokens": 4},
+            },
+            Usage(7, 0, 0, 4),
+        ),
+        (
             {"input_tokens": 3, "output_tokens": 1, "input_tokens_details": {"cached_tokens": 0}},
             Usage(3, 1, 0),
         ),

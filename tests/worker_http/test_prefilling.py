@@ -89,7 +89,7 @@ async def test_what_another_worker_computed_for_this_request_is_not_called_cache
     usage, other = answer.json["usage"], all_of_it.json["usage"]
     assert isinstance(usage, dict)
     assert isinstance(other, dict)
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2, "reused_tokens": 5}
     assert usage["kvtier"]["cached_tokens"]["dram"] == 3
-    assert other["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert other["prompt_tokens_details"] == {"cached_tokens": 0, "reused_tokens": 0}
     assert wrong.status == 400

@@ -15,6 +15,7 @@ from kvtier.types import InstanceId
 from kvtier_router.front import answers
 from kvtier_router.front.calls import PATHS, Api, read_call
 from kvtier_router.front.prompts import PromptReader
+from kvtier_router.front.splitting import Splits
 from kvtier_router.routing.values import RouteAsk, RoutingBrain, WorkerReport
 from kvtier_router.web.server import Exchange
 from kvtier_router.web.values import Head, Refused, Reply
@@ -34,6 +35,8 @@ class AdminParts:
     """Told of every drain (True) and undrain, for the other processes."""
     dashboard: Callable[[str, str], Awaitable[Reply]]
     """Answers a GET below `/ui/` by its path and query."""
+    splits: Splits | None = None
+    """None: no request is split."""
 
 
 class Admin:
@@ -118,7 +121,12 @@ class Admin:
             output_tokens=call.output_tokens,
             kind=prompt.kind,
         )
-        return answers.json_reply(200, self._parts.brain.explain(ask).as_json())
+        shown = self._parts.brain.explain(ask).as_json()
+        splits = self._parts.splits
+        plan = None if splits is None else splits.plan(call, prompt, ask)
+        if plan is not None:
+            shown["split"] = plan.as_json()
+        return answers.json_reply(200, shown)
 
 
 def _is_local(head: Head) -> bool:

@@ -271,6 +271,8 @@ class Front:
                     await parts.relay.run(job)
                     if job.decision is not None:
                         span.set("kvtier.worker", job.decision.worker.instance)
+                    if job.half is not None:
+                        span.set("kvtier.prefill_worker", job.half.decision.worker.instance)
                     span.set("kvtier.attempts", job.attempts)
         except TimeoutError:
             raise DeadlineError("the request took too long") from None

@@ -19,6 +19,7 @@ from kvtier.core.health import RetryBudget
 from kvtier.core.workers import WorkerName
 from kvtier.errors import CallerError, KvtierError, UnavailableError
 from kvtier.openai import usage as openai_usage
+from kvtier.types import Role
 from kvtier_router.front.answers import error_answer, error_event, translated
 from kvtier_router.front.attempt import Attempt, AttemptPlan, Broken, Held, Outcome, Streamed
 from kvtier_router.front.calls import Amendment, Api, Call, upstream_body
@@ -33,6 +34,7 @@ from kvtier_router.front.resume import (
     may_resume,
     resumption,
 )
+from kvtier_router.front.splitting import PREFILLED, WORKER_HEADER, Half, Splits
 from kvtier_router.front.stickiness import Stickiness
 from kvtier_router.front.streams import PlainFilter, StreamFilter
 from kvtier_router.front.tenants import Tenant
@@ -44,10 +46,11 @@ from kvtier_router.routing.values import (
     RouteDecision,
     RoutingBrain,
     Usage,
+    printable,
 )
 from kvtier_router.web.server import Exchange
 from kvtier_router.web.upstream import Loss, Upstream, UpstreamError, request_bytes
-from kvtier_router.web.values import Reply
+from kvtier_router.web.values import Headers, Reply
 
 _TOKENS_PATH: Final = "/v1/completions"
 _RANK: Final = "x-data-parallel-rank"
@@ -114,6 +117,10 @@ class Job:
     usage: openai_usage.Usage | None = None
     resumed: int = 0
     excluded: set[WorkerName] = field(default_factory=set)
+    half: Half | None = None
+    """What another worker did of its prompt before."""
+    was_planned: bool = False
+    """Whether it was decided to split it or not."""
     shown: list[tuple[str, str]] | None = None
     """Response headers of `shown_for`."""
     shown_for: RouteDecision | None = None
@@ -140,6 +147,8 @@ class RelayParts:
     upstream: Upstream
     credentials: Credentials
     stickiness: Stickiness
+    splits: Splits | None
+    """None: no request is split."""
     budget: RetryBudget
     policy: RelayPolicy
     clock: Callable[[], float]
@@ -203,11 +212,21 @@ class Relay:
             kind=wanted.prompt.kind,
             delivery=Delivery.STREAM if call.stream else Delivery.WHOLE,
         )
+        if self._parts.splits is not None and not job.was_planned:
+            job.was_planned = True
+            send = partial(self._request, job, wanted)
+            job.half = await self._parts.splits.first_half(job, ask, send)
+            ask.excluded = self._excluded(job)
+        if job.half is not None and wanted.resumption is None:
+            ask.stage, ask.prefilled = Role.DECODE, job.half.prefilled
         try:
             if self._parts.route_later is not None:
                 return await self._parts.route_later(ask)
             return self._parts.brain.route(ask)
         except KvtierError as error:
+            if ask.prefilled is not None and isinstance(error, UnavailableError):
+                job.half = None
+                return await self._decide(job, wanted)
             if job.attempts and not isinstance(error, CallerError):
                 raise UnavailableError(f"{error} (after a worker failed: {job.error})") from error
             raise translated(error, call.model) from None
@@ -246,9 +265,11 @@ class Relay:
         )
         attempt = Attempt(job.exchange, plan, parts.clock)
         sent_at = parts.clock()
+        half = job.half if wanted.resumption is None else None
         settled = False
         try:
-            request = self._request(job, await self._bounded(wanted, decision), decision)
+            more = () if half is None else ((PREFILLED, str(half.computed_tokens)),)
+            request = self._request(job, await self._bounded(wanted, decision), decision, more)
             outcome = await self._send(attempt, decision, request)
             if isinstance(outcome, Broken) and outcome.error.loss is Loss.REUSED:
                 attempt = Attempt(job.exchange, plan, parts.clock)
@@ -262,9 +283,9 @@ class Relay:
                 if whole is None:
                     placement.failed(FailureKind.CANCELLED)
                 else:  # a client that closes at [DONE] has its answer
-                    self._report(job, decision, whole, parts.clock() - sent_at)
+                    self._report(job, decision, whole, parts.clock() - sent_at, half)
                     job.status, job.is_whole = 200, True
-        self._report(job, decision, outcome, parts.clock() - sent_at)
+        self._report(job, decision, outcome, parts.clock() - sent_at, half)
         filtered = attempt.filter
         kept = filtered.kept if isinstance(filtered, PlainFilter | ResumedFilter) else None
         if job.call.api is Api.RESPONSES and isinstance(filtered, PlainFilter):
@@ -301,10 +322,12 @@ class Relay:
         body = {**resumed.body, "max_tokens": left}
         return replace(wanted, resumption=replace(resumed, body=body))
 
-    def _request(self, job: Job, wanted: _Try, decision: RouteDecision) -> bytes:
+    def _request(
+        self, job: Job, wanted: _Try, decision: RouteDecision, more: Headers = ()
+    ) -> bytes:
         target, call = decision.target, wanted.call
         origin = self._parts.upstream.origin(target.address)
-        headers = [("host", origin.authority), ("x-request-id", job.request_id)]
+        headers = [("host", origin.authority), ("x-request-id", job.request_id), *more]
         token = self._parts.credentials.find(decision.worker, target.address)
         if token is not None:
             headers.append(("authorization", f"Bearer {token}"))
@@ -333,9 +356,18 @@ class Relay:
             job.shown_for = decision
             if self._parts.policy.shows_decision:
                 job.shown += decision.headers().items()
+                if job.half is not None:
+                    job.shown.append((WORKER_HEADER, printable(job.half.decision.worker.instance)))
         return job.shown
 
-    def _report(self, job: Job, decision: RouteDecision, outcome: Outcome, total_s: float) -> None:
+    def _report(
+        self,
+        job: Job,
+        decision: RouteDecision,
+        outcome: Outcome,
+        total_s: float,
+        half: Half | None,
+    ) -> None:
         """Tell the brain how the attempt went."""
         placement = decision.placement
         match outcome:
@@ -349,10 +381,22 @@ class Relay:
             case Held():
                 found = openai_usage.usage_of(outcome.body)
                 job.usage = found
-                placement.finished(_usage(found, total_s, job.prompt))
+                placement.finished(self._usage(job, decision, total_s, half))
             case Streamed():
                 job.usage = outcome.usage
-                placement.finished(_usage(outcome.usage, total_s, job.prompt))
+                placement.finished(self._usage(job, decision, total_s, half))
+
+    def _usage(self, job: Job, decision: RouteDecision, total_s: float, half: Half | None) -> Usage:
+        """What the brain may compare with its own counts: not the sums over several prompts. What
+        a first half computed was cached for the second."""
+        found = job.usage
+        if found is None or not job.prompt.is_whole:
+            return Usage(total_s=total_s)
+        cached = found.cached_tokens
+        if half is not None and self._parts.splits is not None:
+            cached = cached if found.reused_tokens is None else found.reused_tokens
+            self._parts.splits.second_half_ended(half, decision, cached)
+        return Usage(found.prompt_tokens, found.completion_tokens, cached, total_s)
 
     # What follows
 
@@ -482,10 +526,3 @@ def _rejection(held: Held) -> FailureKind:
     if held.status == 429 or (held.status == 503 and held.retry_after_s is not None):
         return FailureKind.OVERLOADED
     return FailureKind.SERVER_ERROR if held.status >= 500 else FailureKind.REJECTED
-
-
-def _usage(found: openai_usage.Usage | None, total_s: float, prompt: PromptTokens) -> Usage:
-    """What the brain may compare with its own counts: not the sums over several prompts."""
-    if found is None or not prompt.is_whole:
-        return Usage(total_s=total_s)
-    return Usage(found.prompt_tokens, found.completion_tokens, found.cached_tokens, total_s)

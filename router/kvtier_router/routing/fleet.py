@@ -78,6 +78,8 @@ class Table:
     """For each group: row by holder number; the last element, -1, stands for all beyond."""
     roles: dict[Role, Bools]
     """By stage: who runs it."""
+    has_roles: bool
+    """Whether somebody runs only one half of requests."""
     loaded: Bools
     """Has the adapter, if the name is one."""
     is_adapter: bool
@@ -122,7 +124,10 @@ class Table:
         it. O(1) unless somebody's state has changed."""
         known = self.masks.get(stage)
         if known is None or known[0] != roster.changes_count:
-            mask: Bools = roster.is_open[self.slots] & self.roles[stage]
+            is_open = roster.is_open[self.slots]
+            mask: Bools = is_open & self.roles[stage]
+            if stage is Role.BOTH and not mask.any():
+                mask = is_open  # a whole request goes to anybody rather than to nobody
             known = self.masks[stage] = roster.changes_count, mask, bool(mask.any())
         return known[1], known[2]
 
@@ -420,6 +425,7 @@ def _table(rule: NameRule, members: Sequence[Member], config: RoutingConfig) -> 
         holder_max=int(holders.max()),
         rows_by_holder=rows_by_holder,
         roles={stage: _runs(ordered, stage) for stage in Role},
+        has_roles=any(member.role is not Role.BOTH for member in ordered),
         loaded=fleet.adapter_loaded.copy(),
         is_adapter=all(
             group.adapter is not None or not group.is_indexable for group in groups.values()
@@ -530,6 +536,6 @@ def _rows_by_holder(holders: Ints, is_in_group: Bools) -> Ints:
 
 
 def _runs(members: Sequence[Member], stage: Role) -> Bools:
-    """Whole requests need a worker for both halves; half of one any worker that runs it."""
-    fitting = {Role.BOTH} if stage is Role.BOTH else {stage, Role.BOTH}
+    """Half of a request goes to any worker that runs it; a whole one to those that answer."""
+    fitting = {Role.BOTH, Role.DECODE if stage is Role.BOTH else stage}
     return np.array([member.role in fitting for member in members], np.bool_)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvtier.client import Match
-from kvtier.core.costs import FREE_SOURCES, SpeedTable
+from kvtier.core.costs import SpeedTable
 from kvtier.core.health import Permit
 from kvtier.core.identity import chain_root
 from kvtier.core.keys import prefix_hashes
@@ -41,6 +41,7 @@ from kvtier_router.routing.choosing import (
     rows_of,
     scatter,
 )
+from kvtier_router.routing.comparing import Compared, NoPlacement, credit, loaded_from
 from kvtier_router.routing.config import RoutingConfig
 from kvtier_router.routing.fleet import FleetView, Group, Table
 from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
@@ -53,7 +54,6 @@ from kvtier_router.routing.values import (
     Basis,
     Clock,
     Delivery,
-    FailureKind,
     Knowledge,
     ModelReport,
     Placement,
@@ -62,7 +62,6 @@ from kvtier_router.routing.values import (
     ReservationSink,
     RouteAsk,
     RouteDecision,
-    Usage,
     WorkerReport,
 )
 
@@ -76,18 +75,6 @@ _NO_HASHES: Final[Hashes] = np.empty(0, np.uint64)
 _NO_TOKENS: Final[Ints] = np.empty(0, np.int64)
 
 _root = lru_cache(maxsize=_ROOTS_COUNT_MAX)(chain_root)
-
-
-class _Nothing:
-    """The placement of what was only explained."""
-
-    key = ""
-
-    def first_token(self, ttft_s: float, cached_tokens: int | None = None) -> None: ...
-
-    def finished(self, usage: Usage) -> None: ...
-
-    def failed(self, kind: FailureKind, retry_after_s: float | None = None) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -224,20 +211,36 @@ class Router:
     def explain(self, ask: RouteAsk) -> RouteDecision:
         """See RoutingBrain. O(workers) Python."""
         case = self._prepare(ask)
-        held = self._match(case)
-        if held is None:
-            held = nothing_held(case.table)
-        mask = self._eligibility.mask(case.table, ask, frozenset(), case.now)
-        speeds = self._books.table(case.table, case.now)
-        choice = self._choose(case, speeds, held, mask)
+        it = self._compare(case)
         states = tuple(
             self._eligibility.state(case.table, row, ask, case.now)
             for row in range(len(case.table))
         )
-        basis = DecisionBasis(case.table, choice, held, _SOURCE_NAMES)
-        decision = self._decision(case, self._picked(case, choice, speeds), _Nothing(), basis)
-        told = Explanation(case.table, choice, states, _SOURCE_NAMES, held)
+        basis = DecisionBasis(case.table, it.choice, it.held, _SOURCE_NAMES)
+        decision = self._decision(case, it.pick, NoPlacement(), basis)
+        told = Explanation(case.table, it.choice, states, _SOURCE_NAMES, it.held)
         return replace(decision, candidates=rows_of(told))
+
+    def compare(self, ask: RouteAsk) -> Compared:
+        """What would be chosen, with its cost; places nothing. Raises what `route` does."""
+        return self._compare(self._prepare(ask))
+
+    def held_by(self, ask: RouteAsk, worker: WorkerName) -> float:
+        """Tokens of a prompt that a worker has or could get, as the index says now. O(workers)."""
+        case = self._prepare(ask)
+        held = self._match(case)
+        rows = [row for row, one in enumerate(case.table.members) if one.name == worker]
+        return float(held[rows].sum()) if held is not None else 0.0
+
+    def has_roles(self, name: str) -> bool:
+        """Whether a worker behind a name runs only one half of requests. NotFoundError."""
+        self._look()
+        return self._fleet.table(name).has_roles
+
+    def member(self, worker: WorkerName) -> Member | None:
+        """What is known of a worker; None where it is gone."""
+        found = self._roster.find(worker)
+        return None if found is None or found.is_gone else found
 
     def models(self) -> tuple[ModelReport, ...]:
         """See RoutingBrain."""
@@ -427,6 +430,17 @@ class Router:
             self.stats.unavailable += 1
             raise
 
+    def _compare(self, case: _Case) -> Compared:
+        table, held = case.table, self._match(case)
+        if held is None:
+            held = nothing_held(table)
+        mask = self._eligibility.mask(table, case.ask, frozenset(), case.now)
+        speeds = self._books.table(table, case.now)
+        choice = self._choose(case, speeds, held, mask)
+        pick = self._picked(case, choice, speeds)
+        decoding = float(table.fleet.decoding_count[choice.row])
+        return Compared(table, choice, pick, held, self._config.policy, case.knowledge, decoding)
+
     def _pick(self, case: _Case, speeds: SpeedTable, mask: Bools) -> RowPick:
         """The choice of native scoring."""
         table, now, look = case.table, case.now, case.look
@@ -443,7 +457,7 @@ class Router:
         return table.scorer.decide(ask, speeds, counted, mask, case.chain)
 
     def _picked(self, case: _Case, choice: Choice, speeds: SpeedTable) -> RowPick:
-        is_split = case.ask.stage is Role.DECODE
+        is_split = case.ask.scored_stage is Role.DECODE
         return picked(case.table, choice, speeds, case.prompt_tokens, is_split=is_split)
 
     def _choose(self, case: _Case, speeds: SpeedTable, held: Floats, mask: Bools) -> Choice:
@@ -452,6 +466,8 @@ class Router:
         foreign = None if case.look is None else foreign_tokens(table, case.look.foreign_tokens)
         fill(table, self._roster, speeds, foreign, now)
         fleet = table.fleet
+        if ask.prefilled is not None:
+            credit(table, ask.prefilled, held)
         fleet.eligible, fleet.held_tokens = mask, held
         age_s = 0.0
         if case.knowledge is Knowledge.STALE and case.look is not None:
@@ -460,7 +476,7 @@ class Router:
         fleet.ranks = None
         if case.hashes and case.knowledge is not Knowledge.HASHED:
             fleet.ranks = partial(self._ranks, case)
-        request = Ask(case.prompt_tokens, ask.stage, table.shares)
+        request = Ask(case.prompt_tokens, ask.scored_stage, table.shares)
         return self._by_policy(case, request, speeds)
 
     def _by_policy(self, case: _Case, request: Ask, speeds: SpeedTable) -> Choice:
@@ -625,13 +641,13 @@ def _expectation(case: _Case, pick: RowPick, token_s: float) -> Expectation:
     if look is not None and holder is not None and holder < len(look.foreign_tokens):
         others += float(look.foreign_tokens[holder])
     load_s, reused, load_bytes, source, is_certain = 0.0, 0, 0, None, False
-    if case.ask.stage is not Role.DECODE:
+    if case.ask.scored_stage is not Role.DECODE:
         load_s = max(pick.load_s - pick.queue_s, 0.0)
         reused = int(pick.reused_tokens)
         is_fresh = case.knowledge is Knowledge.FRESH
         is_certain = is_fresh and not pick.held_tokens[Source.PREDICTED]
         if load_s > 0.0:
-            source, load_bytes = _loaded_from(pick.held_tokens, member)
+            source, load_bytes = loaded_from(pick.held_tokens, member)
     return Expectation(
         member=member,
         model_id=table.group(row).pool.model_id,
@@ -645,11 +661,3 @@ def _expectation(case: _Case, pick: RowPick, token_s: float) -> Expectation:
         load_bytes=load_bytes,
         is_hit_certain=is_certain,
     )
-
-
-def _loaded_from(held: Sequence[float], member: Member) -> tuple[Source | None, int]:
-    """The one source that is loaded from, with its bytes; None where there are several."""
-    loaded = [source for source in Source if source not in FREE_SOURCES and held[source] > 0]
-    if len(loaded) != 1:
-        return None, 0
-    return loaded[0], int(held[loaded[0]] * member.kv_bytes_per_token)

@@ -88,6 +88,20 @@ class FailureKind(StrEnum):
     """The client left, or the router gave up for reasons of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What the first half of a split request left for the second."""
+
+    worker: WorkerName
+    store: str
+    """Instance of the store that has it; empty: none."""
+    namespace: bytes
+    """Whose blocks they are: another namespace cannot read them."""
+    pool: Pool
+    tokens: int
+    """Of the prompt, from the first on, in whole blocks."""
+
+
 @dataclass(slots=True, eq=False)
 class RouteAsk:
     """One request to place. Checked here; nothing else looks at its fields' ranges again, and
@@ -115,6 +129,13 @@ class RouteAsk:
     delivery: Delivery = Delivery.STREAM
     stage: Role = Role.BOTH
     """Which half of the request is placed; BOTH for a whole one."""
+    prefilled: Prefilled | None = None
+    """Of the second half, what the first one left; None where that is not known."""
+
+    @property
+    def scored_stage(self) -> Role:
+        """How its cost is predicted: where it is known what lies where, like a whole request's."""
+        return self.stage if self.prefilled is None else Role.BOTH
 
     def __post_init__(self) -> None:
         require_name("served_name", self.served_name)
@@ -306,7 +327,7 @@ class RouteDecision:
             f"{source.name.lower()}={tokens}" for source, tokens in self.matched_tokens.items()
         )
         return {
-            "x-kvtier-worker": _printable(self.worker.instance),
+            "x-kvtier-worker": printable(self.worker.instance),
             "x-kvtier-matched-tokens": matched or "none",
             "x-kvtier-policy": f"{self.policy.value}/{self.knowledge.value}",
             "x-kvtier-decision-us": str(round(self.decided_in_s * 1e6)),
@@ -314,7 +335,8 @@ class RouteDecision:
 
 
 @lru_cache(maxsize=4096)
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
+    """A name as it may stand in a header."""
     escaped = name.encode("ascii", "backslashreplace").decode()
     return "".join(c if " " <= c <= "~" else "?" for c in escaped)
 

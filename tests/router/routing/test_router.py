@@ -261,12 +261,22 @@ def test_roles_are_kept_apart() -> None:
     for number, role in ((1, Role.PREFILL), (2, Role.DECODE)):
         info = replace(info_of(number), role=role)
         bench.replica.tell(view_of(number, info, heard_at=100.0))
-    assert {bench.route().worker for _ in range(20)} == {name(0)}
-    decode = {
-        bench.route(words(f"d{number}", 500), stage=Role.DECODE).worker for number in range(40)
+    chosen = {
+        stage: {bench.route(words(f"{stage}{n}", 500), stage=stage).worker for n in range(40)}
+        for stage in Role
     }
-    assert name(2) in decode
-    assert name(1) not in decode
+    assert chosen[Role.BOTH] == {name(0), name(2)}
+    assert chosen[Role.PREFILL] == {name(0), name(1)}
+    assert chosen[Role.DECODE] == {name(0), name(2)}
+
+
+def test_a_whole_request_goes_to_a_prefill_worker_rather_than_to_nobody() -> None:
+    bench = Bench(0)
+    for number, role in ((1, Role.PREFILL), (2, Role.DECODE)):
+        info = replace(info_of(number), role=role)
+        bench.replica.tell(view_of(number, info, heard_at=100.0))
+    bench.router.drain(name(2))
+    assert bench.route().worker == name(1)
 
 
 # ---- the ladder

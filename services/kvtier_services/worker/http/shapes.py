@@ -202,18 +202,22 @@ def usage_of(
 ) -> JsonObject:
     """Count tokens: prompts once each, however many choices (`choices_count`) each has.
 
-    What another worker computed for this request (`elsewhere_tokens`) was not cached. With
+    What another worker computed for this request (`elsewhere_tokens`) was not cached; then
+    `reused_tokens` says how many this one did not compute. With
     `explained`, an object `kvtier` says from which tier cached tokens came.
     """
     firsts = choices[::choices_count]
     prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
-    cached = max(0, sum(choice.cached.total for choice in firsts) - elsewhere_tokens)
+    reused = sum(choice.cached.total for choice in firsts)
+    details = {"cached_tokens": max(0, reused - elsewhere_tokens)}
+    if elsewhere_tokens:
+        details["reused_tokens"] = reused
     usage: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }
     if explained:
         usage["kvtier"] = {
