@@ -7,7 +7,8 @@ What must not live here: faults, what a test expects.
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -126,12 +127,17 @@ class SplitFleet:
         self.routers.append(started[-1])
         self._meet()
 
-    def seen_by(self, split: str) -> "SplitFleet":
-        """The same fleet through another router, that splits otherwise."""
+    @contextmanager
+    def seen_by(self, split: str) -> Iterator["SplitFleet"]:
+        """The same fleet through another router, that splits otherwise, while entered."""
         other = copy.copy(self)
-        self.routers.append(self.runner.start(other._router(split)))
-        other._meet()
-        return other
+        router = self.runner.start(other._router(split))
+        self.routers.append(router)
+        try:
+            other._meet()
+            yield other
+        finally:
+            router.end()
 
     def _meet(self) -> None:
         count = len(self.terms.workers)
