@@ -91,5 +91,5 @@ async def test_what_another_worker_computed_for_this_request_is_not_called_cache
     assert isinstance(other, dict)
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2, "reused_tokens": 5}
     assert usage["kvtier"]["cached_tokens"]["dram"] == 3
-    assert other["prompt_tokens_details"] == {"cached_tokens": 0, "reused_tokens": 0}
+    assert other["prompt_tokens_details"] == {"cached_tokens": 0, "reused_tokens": 5}
     assert wrong.status == 400
