@@ -5,17 +5,19 @@ What must not live here: the choice itself (choosing.py, router.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kvtier.core.costs import FREE_SOURCES
+from kvtier.core.costs import FREE_SOURCES, SpeedTable
 from kvtier.core.identity import Pool
 from kvtier.core.row_scoring import RowPick
+from kvtier.core.workers import WorkerName
 from kvtier.types import Source
 from kvtier_router.routing.choosing import Choice
 from kvtier_router.routing.fleet import Table
 from kvtier_router.routing.roster import Floats, Member
-from kvtier_router.routing.values import Knowledge, Policy, Prefilled, Usage
+from kvtier_router.routing.values import Basis, Knowledge, Policy, Prefilled, Usage
 
 
 class NoPlacement:
@@ -28,6 +30,14 @@ class NoPlacement:
     def finished(self, usage: Usage) -> None: ...
 
     def failed(self, kind: object, retry_after_s: float | None = None) -> None: ...
+
+
+class Chosen(NamedTuple):
+    """A choice that may be placed."""
+
+    pick: RowPick
+    speeds: SpeedTable
+    basis: Basis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,3 +97,9 @@ def loaded_from(held: Sequence[float], member: Member) -> tuple[Source | None, i
     if len(loaded) != 1:
         return None, 0
     return loaded[0], int(held[loaded[0]] * member.kv_bytes_per_token)
+
+
+def held_of_worker(table: Table, held: Floats | None, worker: WorkerName) -> float:
+    """Tokens in the row of one worker; 0 where it or the table has none. O(rows) Python."""
+    rows = [row for row, member in enumerate(table.members) if member.name == worker]
+    return 0.0 if held is None else float(held[rows].sum())

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -41,7 +41,14 @@ from kvtier_router.routing.choosing import (
     rows_of,
     scatter,
 )
-from kvtier_router.routing.comparing import Compared, NoPlacement, credit, loaded_from
+from kvtier_router.routing.comparing import (
+    Chosen,
+    Compared,
+    NoPlacement,
+    credit,
+    held_of_worker,
+    loaded_from,
+)
 from kvtier_router.routing.config import RoutingConfig
 from kvtier_router.routing.fleet import FleetView, Group, Table
 from kvtier_router.routing.learning import Expectation, SpeedBooks, TokenAudits
@@ -96,14 +103,6 @@ class _Case:
     @property
     def prompt_tokens(self) -> int:
         return max(len(self.ask.tokens), 1)
-
-
-class _Chosen(NamedTuple):
-    """A choice that may be placed."""
-
-    pick: RowPick
-    speeds: SpeedTable
-    basis: Basis
 
 
 @dataclass(slots=True)
@@ -221,6 +220,11 @@ class Router:
         told = Explanation(case.table, it.choice, states, _SOURCE_NAMES, it.held)
         return replace(decision, candidates=rows_of(told))
 
+    @property
+    def roster(self) -> Roster:
+        """Every worker, to look at."""
+        return self._roster
+
     def compare(self, ask: RouteAsk) -> Compared:
         """What would be chosen, with its cost; places nothing. Raises what `route` does."""
         return self._compare(self._prepare(ask))
@@ -228,19 +232,12 @@ class Router:
     def held_by(self, ask: RouteAsk, worker: WorkerName) -> float:
         """Tokens of a prompt that a worker has or could get, as the index says now. O(workers)."""
         case = self._prepare(ask)
-        held = self._match(case)
-        rows = [row for row, one in enumerate(case.table.members) if one.name == worker]
-        return float(held[rows].sum()) if held is not None else 0.0
+        return held_of_worker(case.table, self._match(case), worker)
 
     def has_roles(self, name: str) -> bool:
         """Whether a worker behind a name runs only one half of requests. NotFoundError."""
         self._look()
         return self._fleet.table(name).has_roles
-
-    def member(self, worker: WorkerName) -> Member | None:
-        """What is known of a worker; None where it is gone."""
-        found = self._roster.find(worker)
-        return None if found is None or found.is_gone else found
 
     def models(self) -> tuple[ModelReport, ...]:
         """See RoutingBrain."""
@@ -423,7 +420,7 @@ class Router:
                 slot = case.table.members[pick.row].slot
                 permit = self._standing.permit(slot, case.now)
                 if permit is not None:
-                    return self._place(case, _Chosen(pick, speeds, basis), permit)
+                    return self._place(case, Chosen(pick, speeds, basis), permit)
                 shut |= {slot}
             raise UnavailableError(f"no worker of {case.table.name!r} lets a request through now")
         except UnavailableError:
@@ -519,7 +516,7 @@ class Router:
 
     # ---- what follows from a choice
 
-    def _place(self, case: _Case, chosen: "_Chosen", permit: Permit) -> RouteDecision:
+    def _place(self, case: _Case, chosen: Chosen, permit: Permit) -> RouteDecision:
         pick, speeds = chosen.pick, chosen.speeds
         table, row, ask = case.table, pick.row, case.ask
         group, member = table.group(row), table.members[row]

@@ -145,7 +145,7 @@ class Splitter:
     def prefilled(self, decision: RouteDecision, tokens: int) -> Prefilled:
         """What a prefill half left, of which its worker says that `tokens` are in its store;
         nothing where that worker has left."""
-        member = self._router.member(decision.worker)
+        member = self._member(decision.worker)
         if member is None:
             return Prefilled(decision.worker, "", b"", decision.target.pool, 0)
         return _left_by(member, tokens)
@@ -153,7 +153,7 @@ class Splitter:
     def is_known(self, ask: RouteAsk, prefilled: Prefilled, decode: WorkerName) -> bool:
         """Whether a worker that is to go on can find what was prefilled: it lies in its own store,
         or the index says by now where it is."""
-        member = self._router.member(decode)
+        member = self._member(decode)
         if member is None or member.store == prefilled.store:
             return True
         wanted = prefilled.tokens - prefilled.pool.block_tokens
@@ -165,7 +165,7 @@ class Splitter:
         if not prefilled.tokens:
             self._rest((prefilled.store, ""))
             return
-        member = self._router.member(decode)
+        member = self._member(decode)
         together = member is None or member.store == prefilled.store
         before_s = self._tail_s[together]
         self._tail_s[together] += _TAIL_WEIGHT * (min(max(wait_s, 0.0), 10.0) - before_s)
@@ -223,6 +223,10 @@ class Splitter:
         if any(self._is_resting(pair) for pair in pairs):
             return SplitReason.APART
         return None
+
+    def _member(self, worker: WorkerName) -> Member | None:
+        found = self._router.roster.find(worker)
+        return None if found is None or found.is_gone else found
 
     def _tokens_min(self, least: int) -> int:
         is_auto = self._policy.mode is SplitMode.AUTO
