@@ -51,7 +51,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             runner,
             launch_vllm("vllm-plain", model, None),
             launch_vllm(
-                "vllm-tiny", model, store.socket, f"--num-gpu-blocks-override={POOL_BLOCKS}"
+                "vllm-tiny",
+                model,
+                store.socket,
+                f"--num-gpu-blocks-override={POOL_BLOCKS}",
+                "--max-model-len=1024",  # what the pool must hold of one request
             ),
         )
         yield Rig(plain, tiny)
