@@ -46,6 +46,7 @@ MAY = {
     "Snapshot": {"router", "index", "operator"},
     "WatchFleet": {"router", "operator", "store", "index"},
     "Stats": {"operator"},
+    "Locate": {"store", "operator"},
 }
 """Who may call what: written down a second time, so that a change of the policy shows here."""
 
@@ -139,6 +140,7 @@ async def _code_of(channel: grpc.aio.Channel, name: str) -> grpc.StatusCode:
         "Snapshot": pb.SnapshotRequest(),
         "WatchFleet": pb.WatchFleetRequest(),
         "Stats": pb.StatsRequest(),
+        "Locate": pb.LocateRequest(namespace=bytes(32), hashes=bytes(8)),
     }[name]
     make = rpc.call(channel, rpc.INDEX, name)
     try:
@@ -182,7 +184,7 @@ async def test_every_role_may_call_what_the_table_says_and_nothing_else(guarded:
                 wanted = grpc.StatusCode.OK if role in roles else DENIED
                 assert code is wanted, f"{role} calls {name}"
                 asked += 1
-    assert asked == len(GRANTABLE) * len(MAY) == 42
+    assert asked == len(GRANTABLE) * len(MAY) == 48
     guarded.index.clean_log()
 
 

@@ -134,7 +134,9 @@ async def test_batches_behind_a_gap_that_never_closes_are_kept_within_bounds(
         # What there was no room for is a gap like any other.
         await publisher.batch(1, piece)
         await publisher.heartbeat(1_201)
-        assert 2 < (await publisher.answer("resend")).resend.from_seq < 1_201
+        while (asked := (await publisher.answer("resend")).resend.from_seq) == 1:
+            pass  # asked again before it came
+        assert 2 < asked < 1_201
         publisher.cancel()
     index.clean_log()
 

@@ -39,6 +39,12 @@ READ = 'kvtier_store_read_bytes_total{tier="peer"}'
 TERMS = ReadTerms(payload_bytes=SIZE)
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short one: Unix sockets lie deep in it, and their paths have a ceiling."""
+    return tmp_path_factory.mktemp("peers")
+
+
 @dataclass(frozen=True)
 class Machines:
     """What runs."""

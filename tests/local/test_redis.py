@@ -23,13 +23,15 @@ from tests.support.worker_cluster import Expected, prompt_of
 
 pytestmark = [pytest.mark.timeout(300), requires_valkey]
 
+COLD = {"hot_set": {"prefetch_ms_max": 0}}
+"""A worker that comes back asks for blocks when a request wants them."""
 STORE = {"nvme": {"enabled": False}, "redis": {"write_policy": "on_seal", "touches_min": 1}}
 PROMPT = prompt_of(5, 400)
 EXPECTED = Expected().text(PROMPT, 8)
 
 
 def start(runner: ProcessRunner, root: Path, redis: str, name: str = "up") -> LocalCluster:
-    return start_cluster(runner, root, name, store=STORE, workers=1, redis=redis)
+    return start_cluster(runner, root, name, store=STORE, worker=COLD, workers=1, redis=redis)
 
 
 def redis_tokens(cluster: LocalCluster) -> int:

@@ -25,11 +25,14 @@ START_S = 120.0
 
 
 def cluster_table(
-    step_ms: float = 0.0, store: TomlTable | None = None, **cluster: Any
+    step_ms: float = 0.0,
+    store: TomlTable | None = None,
+    worker: TomlTable | None = None,
+    **cluster: Any,
 ) -> TomlTable:
     """A cluster file: small tiers, a fake model that computes 3,000 tokens a second.
 
-    `store` has more tables of the store's section, `cluster` more of the cluster's keys.
+    `store` and `worker` have more tables of their sections, `cluster` more of the cluster's keys.
     """
     return {
         "cluster": {"model": "fake", "bind": "127.0.0.1:0", **cluster},
@@ -42,6 +45,7 @@ def cluster_table(
         "worker": {
             "cache": {"kv_memory_bytes": 64 * MIB},
             "model": {"fake": {"prefill_tokens_per_s": 3000.0, "step_ms": step_ms}},
+            **(worker or {}),
         },
     }
 
