@@ -232,7 +232,7 @@ def test_nothing_is_shown_of_the_old_life_of_an_engine_that_was_killed(rig: Rig)
     one = (prompt(50, 100), None)
     ask(rig, one)
     rig.shows(one)
-    rig.server.process.kill()
+    rig.server.process.end()  # its engine core and workers too: they outlive the API's process
     eventually(lambda: rig.view() is None, SHOWN_S, "the dead engine left")
     rig.server.process.restart()
     fresh = (prompt(40, 100), None)
