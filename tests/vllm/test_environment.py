@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 
+from tests.harness.processes import clean_environment
 from tests.support.vllm_servers import PYTHON, WHY_NOT
 
 if not PYTHON:
@@ -17,7 +18,10 @@ OTHERS = ("redis", "rocksdict", "grpc_health", "grpc_reflection")
 
 def run(program: str) -> str:
     argv = [PYTHON, "-P", "-c", program]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=500).stdout
+    clean = clean_environment()  # what tells the tests where vLLM is would be settings of ours
+    return subprocess.run(
+        argv, capture_output=True, text=True, check=True, timeout=500, env=clean
+    ).stdout
 
 
 def test_the_connector_is_loaded_where_only_the_extra_engine_is_installed() -> None:
