@@ -135,7 +135,6 @@ async def start_store(
         "telemetry": {"metrics_bind": f"127.0.0.1:{METRICS_PORT}"},
         "dram": {"bytes_max": 64 * MIB, "slab_bytes": 4 * MIB, "blocks_max": 4096},
         "nvme": {"enabled": False},
-        "peers": {"deadline_ms": 2_000, "ask_ms": 2_000},
     }
     path = runner.config_file(f"{name}.toml", defaults | settings)
     argv = kvtier_command("store", "--config", str(path))
