@@ -28,7 +28,6 @@ SHARED_SCOPE = ("red", "blue")
 TENANTS = ("alice", "bob", "carol", *SHARED_SCOPE)
 SECRET = "a cluster secret of thirty bytes"
 _FAKE: Mapping[str, Any] = {
-    "prefill_tokens_per_s": 20_000.0,
     "step_ms": 2.0,
     "token_bytes": TOKEN_BYTES,
     "context_tokens": CONTEXT_TOKENS,
@@ -74,6 +73,8 @@ class WholeFleet:
     directory: Path
     flags: Sequence[str] = ()
     """More of them, of the router."""
+    tokens_per_s: float = 20_000.0
+    """How fast prompts are computed."""
     indexes: list[Process] = field(default_factory=list)
     store: Process = field(init=False)
     workers: dict[str, Process] = field(default_factory=dict)
@@ -102,7 +103,11 @@ class WholeFleet:
                 "model": {
                     "model": "fake",
                     "served_names": ["other" if is_other else MODEL, "shared"],
-                    "fake": {**_FAKE, "seed": 1 if is_other else 0},
+                    "fake": {
+                        **_FAKE,
+                        "prefill_tokens_per_s": self.tokens_per_s,
+                        "seed": 1 if is_other else 0,
+                    },
                 },
             }
             launch, self.ports[name] = worker_launch(runner, name, **settings)
