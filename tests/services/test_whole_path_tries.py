@@ -270,11 +270,14 @@ def test_requests_at_a_worker_that_stands_still_are_answered_by_another(
     finally:
         fleet.workers["w0"].thaw()
     seeds = count(500)
+    answers: list[str] = []
 
     def takes_part_again() -> bool:
-        return "w0" in fleet.ask("alice", prompt_of(next(seeds), 40), 1).worker
+        """As often as its breaker wants probes, and more: afterwards it is as good as any."""
+        answers.append(fleet.ask("alice", prompt_of(next(seeds), 40), 1).worker)
+        return sum("w0" in worker for worker in answers) >= 8
 
-    eventually(takes_part_again, 40, "the worker that stood still takes part again")
+    eventually(takes_part_again, 50, "the worker that stood still takes part again")
 
 
 def test_a_worker_that_dies_before_its_first_byte_is_replaced(fleet: WholeFleet) -> None:
