@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from kvtier.bench.toml_text import toml_text
 from kvtier.errors import BackendError, UnavailableError
 
 BLOCK_TOKENS: Final = 32
@@ -380,7 +381,7 @@ class Rig:
 
     def _service(self, command: str, name: str, table: Mapping[str, object]) -> None:
         config = self.directory / f"{name}.toml"
-        config.write_text(_toml(table), encoding="utf-8")
+        config.write_text(toml_text(table), encoding="utf-8")
         child = ["-m", "kvtier.local.child", str(os.getpid()), command, "--config", str(config)]
         self._spawn(name, Path(sys.executable), child, {})
 
@@ -466,15 +467,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _tenant(key: Key) -> str:
     digest = hashlib.sha256(key.token.encode()).hexdigest()
     return f'[[tenant]]\nid = "{key.tenant}"\n[[tenant.key]]\nsha256 = "{digest}"\n'
-
-
-def _toml(table: Mapping[str, object], path: str = "") -> str:
-    """TOML of numbers, truths, texts, lists of texts and tables."""
-    lines = [f"[{path}]"] if path else []
-    tables = []
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            tables.append(_toml(value, f"{path}.{key}" if path else key))
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join([*lines, *tables]) + "\n"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from kvtier.bench.toml_text import toml_text
 from kvtier.errors import BackendError, UnavailableError
 
 MIB: Final = 1 << 20
@@ -252,7 +253,7 @@ class Node:
 
     def _started(self, command: str, name: str, table: Mapping[str, object]) -> Service:
         config = self._directory / f"{name}.toml"
-        config.write_text(_toml(table), encoding="utf-8")
+        config.write_text(toml_text(table), encoding="utf-8")
         service = Service(command, config)
         self._services.append(service)
         service.start()
@@ -268,15 +269,3 @@ def a_node(directory: Path | None) -> Iterator[Node]:
             yield node
         finally:
             node.end()
-
-
-def _toml(table: Mapping[str, object], path: str = "") -> str:
-    """TOML of numbers, truths, texts, lists of texts and tables."""
-    lines = [f"[{path}]"] if path else []
-    tables = []
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            tables.append(_toml(value, f"{path}.{key}" if path else key))
-        else:
-            lines.append(f"{key} = {json.dumps(value)}")
-    return "\n".join([*lines, *tables]) + "\n"

