@@ -127,4 +127,4 @@ def index_arguments(port: int = 0, *flags: str) -> list[str]:
 
 
 def module_arguments(name: str, *flags: str) -> list[str]:
-    return ["-m", f"kvtier.bench.{name}", *flags]
+    return ["-P", "-m", f"kvtier.bench.{name}", *flags]

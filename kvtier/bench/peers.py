@@ -151,7 +151,7 @@ def _secured(folder: Path) -> list[str]:
 @contextmanager
 def raw_peer() -> Iterator[RawPeer]:
     """The far end of raw TCP as a process, connected."""
-    argv = [sys.executable, "-m", "kvtier.bench.peers_raw", str(2 * BATCH_BYTES)]
+    argv = [sys.executable, "-P", "-m", "kvtier.bench.peers_raw", str(2 * BATCH_BYTES)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)  # noqa: S603 (our own)
     apart(process.pid)
     assert process.stdout is not None

@@ -118,7 +118,7 @@ async def running(spec: FleetSpec) -> AsyncIterator[Fleet]:
         mocks = []
         for names in _processes(spec):
             mock = replace(spec.mock, names=names, index=targets)
-            mocks.append(await start(["-m", "kvtier.bench.router_mock", mock.dumps()]))
+            mocks.append(await start(["-P", "-m", "kvtier.bench.router_mock", mock.dumps()]))
         mock_ports = [await mock.port() for mock in mocks]
         fleet = Fleet(spec, indexes, mocks, mock_ports, [], [])
         workers = {name: state["port"] for name, state in (await fleet.states()).items()}

@@ -328,6 +328,7 @@ class Rig:
     def _server(self, spec: ServerSpec) -> Server:
         server = Server(free_port(), spec.api_key, name=spec.name)
         argv = [
+            "-P",
             "-m",
             "vllm.entrypoints.openai.api_server",
             f"--model={self._model}",

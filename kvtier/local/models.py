@@ -80,7 +80,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def _downloaded(folder: Path) -> Path:
-    argv = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
+    argv = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     argv += ["--disable-pip-version-check", "--only-binary", ":all:", _REQUIREMENT]
     argv += [] if sys.stderr.isatty() else ["--quiet"]
     try:

@@ -162,6 +162,7 @@ def launch_vllm(
     with_connector = [f"--kv-transfer-config={json.dumps(connector)}"] if store else []
     argv = [
         PYTHON,
+        "-P",
         "-m",
         "vllm.entrypoints.openai.api_server",
         f"--model={model}",
