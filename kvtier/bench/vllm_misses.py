@@ -35,6 +35,9 @@ LOADED_MIN: Final = 0.95
 _STORE_BYTES: Final = 2 << 30
 _SAVED_S: Final = 60.0
 _POLL_S: Final = 0.2
+_QUIET_S: Final = 2.0
+"""Before each measured request: a vLLM process spins for a second after its last message, and where
+two servers share cores, the other one's spinning would be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +102,11 @@ def _in_turn(
     turn: int, on: Endpoint, off: Endpoint, measure: Callable[[Endpoint], float]
 ) -> tuple[float, float]:
     """Measure both, every other time the other one first."""
-    if turn % 2:
-        second = measure(off)
-        return measure(on), second
-    return measure(on), measure(off)
+    took = {}
+    for server in (off, on) if turn % 2 else (on, off):
+        time.sleep(_QUIET_S)
+        took[server.port] = measure(server)
+    return took[on.port], took[off.port]
 
 
 def _missed(server: Endpoint, tokens: Sequence[int], count: int) -> Answer:
@@ -158,8 +162,10 @@ def _loaded(a: Endpoint, b: Endpoint, sizes: MissSizes) -> Pairs:
         server.ask(warm, 1)
     for _ in range(sizes.hit_rounds):
         tokens = prompts.draw(sizes.hit_tokens)
+        time.sleep(_QUIET_S)
         cold = _missed(a, tokens, sizes.answer_tokens)
         _wait_saved(a, tokens)
+        time.sleep(_QUIET_S)
         hit = b.ask(tokens, sizes.answer_tokens)
         if hit.cached_tokens < LOADED_MIN * len(tokens):
             raise BackendError(f"only {hit.cached_tokens} of {len(tokens)} tokens were loaded")

@@ -9,6 +9,7 @@ import hashlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -417,13 +418,19 @@ class Rig:
 
 @contextlib.contextmanager
 def a_rig(directory: Path | None, python: Path, model: Path) -> Iterator[Rig]:
-    """A rig with a temporary directory below `directory`, the system's own where None."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-vllm-", dir=directory) as folder:
-        rig = Rig(Path(folder), python, model)
-        try:
-            yield rig
-        finally:
-            rig.end()
+    """A rig with a temporary directory below `directory`, the system's own where None.
+
+    The directory is removed, unless something failed: then its logs are left, and named.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-vllm-", dir=directory))
+    rig = Rig(folder, python, model)
+    try:
+        yield rig
+    except BackendError as error:
+        raise BackendError(f"{error}; see the logs in {folder}") from error
+    finally:
+        rig.end()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def free_port() -> int:
