@@ -267,6 +267,23 @@ LOCAL_WORKERS_COUNT_MAX: Final = 64
 LOCAL_ROUTERS_COUNT_MAX: Final = 16
 """Routers that `kvtier up` starts."""
 
+# Offline batches
+BATCH_ROWS_MAX: Final = 1 << 30
+"""Rows of one batch; each takes 8 bytes of memory while names are compared, and a bit later."""
+BATCH_ROW_BYTES_MAX: Final = 64 << 20
+"""One row of the input, and one answer."""
+BATCH_WINDOW_MAX: Final = 1 << 14
+"""Requests under way at once."""
+BATCH_LOOKAHEAD_MAX: Final = 1 << 17
+"""Rows that wait for another of their group."""
+BATCH_SORT_BYTES_MAX: Final = 64 << 30
+BATCH_RUNS_COUNT_MAX: Final = 128
+"""Sorted parts that are merged at once."""
+BATCH_TRIES_MAX: Final = 8
+"""Of one row, each after others were answered since the one before."""
+BATCH_PAUSE_MS_MAX: Final = 30_000
+"""Before a row is tried again."""
+
 # Foreign engines' events
 ENGINE_PAYLOAD_BYTES_MAX: Final = 16 << 20
 """One message of an engine: a step that fills a million tokens of blocks has about 5 MB."""
