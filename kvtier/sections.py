@@ -69,6 +69,14 @@ def parse_address(text: str) -> Address:
     return Address(host=host, port=port, reach=Reach.LOCAL if local else Reach.NETWORK)
 
 
+def _address(setting: str, text: str) -> Address:
+    """`parse_address`, whose error names the setting."""
+    try:
+        return parse_address(text)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TlsConfig:
     """PEM files of one end of a connection. All are read again when they change."""
@@ -101,7 +109,7 @@ class ListenConfig:
     """Serve gRPC reflection to operators."""
 
     def __post_init__(self) -> None:
-        parse_address(self.bind)
+        _address("bind", self.bind)
         if self.tls is not None and self.tls.cert_file is None:
             raise ConfigError("tls.cert_file is required to listen with TLS")
 
@@ -121,7 +129,7 @@ class DialConfig:
 
     def __post_init__(self) -> None:
         for target in self.targets:
-            parse_address(target)
+            _address("targets", target)
         if len(set(self.targets)) != len(self.targets):
             raise ConfigError(f"targets: {', '.join(self.targets)} names one twice")
 
@@ -151,7 +159,10 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         if self.metrics_bind is None:
             return
-        if parse_address(self.metrics_bind).reach is Reach.NETWORK and not self.metrics_insecure:
+        if (
+            _address("metrics_bind", self.metrics_bind).reach is Reach.NETWORK
+            and not self.metrics_insecure
+        ):
             raise ConfigError(
                 f"metrics_bind {self.metrics_bind} is reachable from other machines and the page "
                 "has no authentication: bind a loopback address or set metrics_insecure"

@@ -237,7 +237,7 @@ def test_variables_of_other_services_and_of_the_orchestrator_are_left_alone() ->
         ("--mode=slow", "none of fast, careful"),
         ("--level=1", "none of low, high"),
         ("--weight=1", "nested.url is required"),
-        ("--bind=nowhere", r"\[listen\] 'nowhere' is not host:port"),
+        ("--bind=nowhere", r"\[listen\] bind: 'nowhere' is not host:port"),
         ("--lease-ms", "expected one argument"),
         ("--zones=\udcff,a", "not valid text"),
         ("--cert-file=/x", "given together"),
@@ -479,7 +479,9 @@ def some_text(config_class: type[Root], setting: config.Setting, tmp_path: Path)
     """A text that is valid for a setting, in the form of a variable or flag: numbers by default."""
     if setting.secret_file:
         secret = tmp_path / "secret"
-        secret.write_text("s3cret of a cluster", encoding="utf-8")
+        is_url = setting.path[-1] == "url_file"
+        text = "rediss://127.0.0.1" if is_url else "s3cret of a cluster"
+        secret.write_text(text, encoding="utf-8")
         return str(secret)
     addresses = {"bind", "metrics_bind", "admin_bind", "targets", "sentinels", "peers", "http"}
     if setting.path[-1] in addresses:

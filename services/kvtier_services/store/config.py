@@ -7,13 +7,36 @@ from typing import ClassVar
 
 from kvtier.config import Root, Secret
 from kvtier.core.planner import ScopeQuota, WritePolicy
-from kvtier.errors import ConfigError
+from kvtier.errors import CallerError, ConfigError
+from kvtier.limits import NAME_BYTES_MAX
 from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig, TlsConfig
+from kvtier.tiers.redis.config import HostPort, RedisTls, parse_url
 from kvtier.types import ScopeId, Tier
 
-_QUOTA = re.compile(r"(dram|nvme):([0-9]+):(.+)", re.DOTALL)
+_QUOTA = re.compile(r"(dram|nvme):([0-9]{1,18}):(.+)", re.DOTALL)
 _BYTES_MAX = 1 << 46
+_SHARED_BYTES_MAX = 1 << 50
+"""Of a disk or a Redis."""
+_IN_FLIGHT_BYTES_MAX = 1 << 40
+_SEGMENT_BYTES_MIN = 1 << 16
+_BLOCKS_MAX = 1 << 24
+_SESSIONS_MAX = 1 << 16
+_TOUCHES_MAX = 1 << 20
+_DEADLINE_MS_MAX = 600_000
+_TTL_S_MAX = 10 * 365 * 86_400.0
 _MIB = 1 << 20
+
+
+def _within(name: str, value: float | None, least: float, most: float) -> None:
+    """ConfigError that names the setting where its value is out of range; None is not set."""
+    if value is not None and not least <= value <= most:
+        raise ConfigError(f"{name} must be in {least}..{most}, got {value}")
+
+
+def _named(name: str, value: str | None) -> None:
+    """The same for a name that others will read."""
+    if value is not None and len(value.encode("utf-8", "replace")) > NAME_BYTES_MAX:
+        raise ConfigError(f"{name} must be at most {NAME_BYTES_MAX} bytes long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +61,10 @@ class ArenaSection:
             raise ConfigError(f"want 1 MiB <= slab_bytes <= bytes_max <= {_BYTES_MAX}")
         if self.bytes_max % self.slab_bytes or self.slab_bytes % 64:
             raise ConfigError("bytes_max must be a multiple of slab_bytes, and that of 64")
+        _within("blocks_max", self.blocks_max, 1, _BLOCKS_MAX)
+        _within("sessions_max", self.sessions_max, 1, _SESSIONS_MAX)
+        for name in ("segment_bytes_max", "segments_bytes_max"):
+            _within(name, getattr(self, name), _SEGMENT_BYTES_MIN, _IN_FLIGHT_BYTES_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +89,12 @@ class NvmeSection:
     """Keys to seal payloads on disk with, one a scope, drawn when needed; not set: not sealed."""
 
     def __post_init__(self) -> None:
-        if self.touches_min < 1 or not 1 <= self.deadline_ms <= 600_000:
-            raise ConfigError("touches_min and deadline_ms must be positive")
-        if self.write_bytes_per_day is not None and self.write_bytes_per_day < 1:
-            raise ConfigError("write_bytes_per_day must be positive")
+        _within("bytes_max", self.bytes_max, 1, _SHARED_BYTES_MAX)
+        if not 0 < self.free_share <= 1:
+            raise ConfigError(f"free_share must be in (0, 1], got {self.free_share}")
+        _within("touches_min", self.touches_min, 1, _TOUCHES_MAX)
+        _within("write_bytes_per_day", self.write_bytes_per_day, 1, _SHARED_BYTES_MAX)
+        _within("deadline_ms", self.deadline_ms, 1, _DEADLINE_MS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +134,26 @@ class RedisSection:
             raise ConfigError("give url or sentinels, not both")
         if self.sentinels and not self.service:
             raise ConfigError("sentinels need the service that they watch")
-        if self.touches_min < 1 or not 1 <= self.deadline_ms <= 600_000:
-            raise ConfigError("touches_min and deadline_ms must be positive")
+        self._check_addresses()
+        _within("bytes_max", self.bytes_max, 1, _SHARED_BYTES_MAX)
+        _within("ttl_s", self.ttl_s, 0.001, _TTL_S_MAX)  # the server counts milliseconds
+        _within("touches_min", self.touches_min, 1, _TOUCHES_MAX)
+        _within("deadline_ms", self.deadline_ms, 1, _DEADLINE_MS_MAX)
 
     @property
     def enabled(self) -> bool:
         return self.url is not None or bool(self.sentinels)
+
+    def _check_addresses(self) -> None:
+        """What they say is never repeated: a URL holds a password."""
+        if self.url is not None:
+            tls = RedisTls(self.ca_file) if self.ca_file is not None else None
+            try:
+                parse_url(self.url.reveal(), tls)
+            except CallerError as error:
+                raise ConfigError(f"url: {error}") from None
+        for sentinel in self.sentinels:
+            parse_host_port(sentinel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +166,7 @@ class BulkSection:
     """On the host that `listen.bind` names, with the same TLS and tokens; 0 takes a free one."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65_535:
-            raise ConfigError("port is none")
+        _within("port", self.port, 0, 65_535)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +191,10 @@ class PeersSection:
     """... and from one."""
 
     def __post_init__(self) -> None:
-        if not (1 <= self.deadline_ms <= 600_000 and 1 <= self.ask_ms <= 60_000):
-            raise ConfigError("deadline_ms and ask_ms must be positive")
-        if not 1 <= self.peer_bytes_max <= self.bytes_max <= _BYTES_MAX:
-            raise ConfigError(f"want 1 <= peer_bytes_max <= bytes_max <= {_BYTES_MAX}")
+        _within("deadline_ms", self.deadline_ms, 1, _DEADLINE_MS_MAX)
+        _within("ask_ms", self.ask_ms, 1, 60_000)
+        if not 1 <= self.peer_bytes_max <= self.bytes_max <= _IN_FLIGHT_BYTES_MAX:
+            raise ConfigError(f"want 1 <= peer_bytes_max <= bytes_max <= {_IN_FLIGHT_BYTES_MAX}")
 
     def dial(self, index: DialConfig) -> DialConfig:
         """How to call a peer; without targets."""
@@ -205,18 +247,31 @@ class StoreConfig(Root):
     """How long open calls and demotions may go on when the service is asked to stop."""
 
     def __post_init__(self) -> None:
+        for name in ("instance", "node", "zone"):
+            _named(name, getattr(self, name))
         for quota in self.quotas:
             parse_quota(quota)
-        if min(self.promote_touches_min, self.in_flight_bytes_max, self.staging_bytes_max) < 1:
-            raise ConfigError("promote_touches_min and byte ceilings must be positive")
-        if self.drain_ms_max < 0:
-            raise ConfigError("drain_ms_max must not be negative")
+        _within("promote_touches_min", self.promote_touches_min, 1, _TOUCHES_MAX)
+        for name in ("in_flight_bytes_max", "staging_bytes_max"):
+            _within(name, getattr(self, name), 1, _IN_FLIGHT_BYTES_MAX)
+        _within("drain_ms_max", self.drain_ms_max, 0, _DEADLINE_MS_MAX)
 
 
 def parse_quota(text: str) -> ScopeQuota:
     """`tier:bytes:scope`. ConfigError, which does not repeat the scope, for anything else."""
     found = _QUOTA.fullmatch(text)
     if found is None:
-        raise ConfigError("a quota is dram:BYTES:SCOPE or nvme:BYTES:SCOPE")
+        raise ConfigError("quotas: each is dram:BYTES:SCOPE or nvme:BYTES:SCOPE")
     tier, size, scope = found.groups()
+    _within("quotas: the bytes", int(size), 1, _SHARED_BYTES_MAX)
     return ScopeQuota(ScopeId(scope), Tier[tier.upper()], int(size))
+
+
+def parse_host_port(text: str) -> HostPort:
+    """`host:port` of a Sentinel. ConfigError for anything else."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError("sentinels: want host:port of each")
+    number = int(port[:6])
+    _within("sentinels: a port", number, 1, 65_535)
+    return HostPort(host, number)

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 
 from kvtier.core.planner import Block, PlannerConfig, TierConfig
-from kvtier.errors import BackendError, ConfigError
+from kvtier.errors import BackendError
 from kvtier.peers import PeerTier
 from kvtier.ports import BlockOwner
 from kvtier.store import StoreTier, TieredStore, TieredStoreConfig, TierWatch, held_block
@@ -17,7 +17,6 @@ from kvtier.tiers.arena.tier import ArenaConfig, ArenaShape
 from kvtier.tiers.nvme.layout import NvmeConfig
 from kvtier.tiers.nvme.tier import HeldBlock, NvmeTier
 from kvtier.tiers.redis.config import (
-    HostPort,
     Login,
     RedisConfig,
     RedisTls,
@@ -36,6 +35,7 @@ from kvtier_services.store.config import (
     PeersSection,
     RedisSection,
     StoreConfig,
+    parse_host_port,
     parse_quota,
 )
 
@@ -140,18 +140,11 @@ def _server(section: RedisSection) -> Server:
         return parse_url(section.url.reveal(), tls)
     return SentinelGroup(
         section.service,
-        tuple(_host_port(text) for text in section.sentinels),
+        tuple(parse_host_port(text) for text in section.sentinels),
         Login(section.username, section.password),
         Login("", section.sentinel_password),
         tls=tls,
     )
-
-
-def _host_port(text: str) -> HostPort:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not (port.isascii() and port.isdigit()):
-        raise ConfigError("sentinels: want host:port of each")
-    return HostPort(host, int(port))
 
 
 def store_config(config: StoreConfig, tiers: BuiltTiers) -> TieredStoreConfig:
