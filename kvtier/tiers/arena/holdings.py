@@ -7,6 +7,7 @@ payloads, event loops, sockets, clients.
 """
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,8 +16,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.checks import DIGEST_BYTES
+from kvtier.core.checksum import checksum as checksum_of
 from kvtier.core.eviction import Retention
-from kvtier.core.frame import FrameName
+from kvtier.core.frame import FrameName, KeyKind
 from kvtier.core.slots import SlotAllocator
 from kvtier.errors import CallerError
 from kvtier.ports import BlockOwner, PutResult, PutStatus, Refusal, RemovalCause
@@ -24,15 +27,26 @@ from kvtier.tiers.arena.directory import (
     ArenaOperations,
     Buffer,
     DirectoryLayout,
+    ReadStatus,
     packed_block,
     packed_names,
+    reads,
 )
-from kvtier.tiers.arena.slabs import Lengths, SlabAllocator, Slot, is_close, slot_bytes
+from kvtier.tiers.arena.slabs import (
+    ALIGNMENT_BYTES,
+    Lengths,
+    SlabAllocator,
+    Slot,
+    is_close,
+    slot_bytes,
+)
 from kvtier.tiers.minting import minted
 from kvtier.tiers.residents import Residents
 from kvtier.tiers.tally import Tally
-from kvtier.types import ScopeId
+from kvtier.types import Fingerprint, ScopeId
 
+_NOBODYS = Fingerprint(bytes(32))
+"""The namespace of blocks that only a trial ever has."""
 _LOOKAHEAD_BLOCKS = 16
 """How far down the order of eviction room of the right class is looked for."""
 
@@ -50,6 +64,15 @@ class ReservationState(Enum):
     """Given up, but its writer may still write: keeps its slot."""
     CLOSED = "closed"
     """Published, aborted or released."""
+
+
+class Trial(Enum):
+    """What came of trying the arena out."""
+
+    PASSED = "passed"
+    NO_ROOM = "no_room"
+    """Every slot or entry is taken: that says nothing of what is there."""
+    FAILED = "failed"
 
 
 @dataclass(slots=True)
@@ -283,6 +306,35 @@ class Holdings:
         """Make held blocks unfindable and free their slots; readers in the middle of one miss."""
         if names:
             self._slabs.free([held.slot for held in self._withdraw(names, cause)])
+
+    def try_out(self, slots: Buffer) -> Trial:
+        """Take a free slot and entry, publish fresh bytes there, read them back, take them away.
+
+        In one go and on nobody's books: no count, policy or observer knows of it, and what it took
+        is given back. Mutates nothing else. Microseconds.
+        """
+        entries: list[int] = self._entries.allocate_up_to(1).tolist()
+        slot = self._slabs.allocate_any() if entries else None
+        if slot is None:
+            self._entries.free(entries)
+            return Trial.NO_ROOM
+        name = FrameName(KeyKind.PREFIX_KEY, os.urandom(DIGEST_BYTES), _NOBODYS)
+        payload = os.urandom(ALIGNMENT_BYTES)
+        slots[slot.offset : slot.offset + len(payload)] = payload
+        place = packed_block(entries[0], slot.offset, 0, len(payload), checksum_of(payload))
+        packed = packed_names([name])
+        read_back = bytearray(len(payload))
+        try:
+            if not any(self._operations.publish(self._directory, packed, place)):
+                return Trial.NO_ROOM  # the table has no place near enough
+            lengths, targets = (len(payload),), (read_back,)
+            records = self._operations.read(self._directory, slots, packed, lengths, targets)
+            self._operations.remove(self._directory, entries, packed)
+        finally:
+            self._slabs.free([slot])
+            self._entries.free(entries)
+        is_right = reads(records)[0].status is ReadStatus.HIT and read_back == payload
+        return Trial.PASSED if is_right else Trial.FAILED
 
     def _withdraw(self, names: Sequence[FrameName], cause: RemovalCause) -> list[Held]:
         """`remove`, but for the slots, which stay taken."""

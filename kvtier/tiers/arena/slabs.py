@@ -137,6 +137,14 @@ class SlabAllocator:
         ]
         return self.allocate_up_to(min(close), 1)[0] if close else None
 
+    def allocate_any(self) -> Slot | None:
+        """Take a slot of whatever class has a free one, or a free slab whole; None: all is taken.
+
+        Given back at once, everything is as it was. O(1).
+        """
+        size = next(iter(self._open), self.slab_bytes if self._free else 0)
+        return self.allocate_up_to(size, 1)[0] if size else None
+
     def free(self, slots: Sequence[Slot]) -> None:
         """Give used slots back; a slab without used slots is nobody's again."""
         by_slab: dict[int, list[int]] = {}

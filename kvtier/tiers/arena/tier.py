@@ -10,11 +10,13 @@ What must not live here: sockets, sessions, the layout of the directory.
 """
 
 import asyncio
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -23,14 +25,8 @@ from kvtier.core.block_copy import copy_checksum_pairs
 from kvtier.core.checks import require_integer
 from kvtier.core.checksum import checksum
 from kvtier.core.eviction import LruPolicy, PinToken, Policy
-from kvtier.core.frame import (
-    HEADER_BYTES,
-    FrameExpectation,
-    FrameHeader,
-    FrameName,
-    verify_copied,
-)
-from kvtier.errors import CallerError, DeadlineError, FrameError, FrameFault
+from kvtier.core.frame import HEADER_BYTES, FrameHeader, FrameName
+from kvtier.errors import CallerError, DeadlineError
 from kvtier.ports import (
     ByNames,
     Clock,
@@ -47,6 +43,7 @@ from kvtier.ports import (
     TierStats,
     require_batch,
 )
+from kvtier.tiers.arena.answers import Asked, agree, fault_of, length_of, target_of
 from kvtier.tiers.arena.directory import (
     ANY_LENGTH,
     NATIVE,
@@ -69,6 +66,7 @@ from kvtier.tiers.arena.holdings import (
     Place,
     Prepared,
     Reservation,
+    Trial,
     Wanted,
     require_open_reservations,
 )
@@ -83,6 +81,8 @@ _BLOCKS_COUNT_MAX = 1 << 24
 _INLINE_BYTES = 8 << 20
 """Copies up to this size run on the event loop: handing them to a thread costs as much."""
 _THREADS = 2
+_TRIED_BLOCKS = 4
+"""Read back by a trial before it fails: some may be on their way out."""
 
 T = TypeVar("T")
 
@@ -140,6 +140,7 @@ class ArenaTier:
             self.directory_memory.view, self.layout, slabs, self._residents, shape.operations
         )
         self._threads = ThreadPoolExecutor(_THREADS, "kvtier-arena")
+        self._echo: asyncio.Future[None] | None = None
         self._is_open = True
 
     @property
@@ -260,8 +261,38 @@ class ArenaTier:
                 (ANY_LENGTH,),
                 (target,),
             )
-            asked = _Asked(request, held, target)
+            asked = Asked(request, held, target)
             self._answer(asked, reads(records)[0], frame_header_of(records, 0))
+
+    async def try_out(self) -> Trial:
+        """See whether it takes blocks and gives them back; nobody sees it, nothing is evicted.
+
+        A block of its own, written and read; where all is taken, one that is there, read. Ends only
+        when the threads that copy are at work too: give it a deadline. Never NO_ROOM.
+        """
+        require_open(self._is_open)
+        if self._echo is None or self._echo.done():
+            loop = asyncio.get_running_loop()
+            self._echo = loop.run_in_executor(self._threads, _nothing)
+        await asyncio.shield(self._echo)
+        if not self._is_open:
+            return Trial.FAILED
+        trial = self._holdings.try_out(self.slots_memory.view)
+        if trial is Trial.NO_ROOM:
+            return Trial.PASSED if await self._reads_one_back() else Trial.FAILED
+        return trial
+
+    async def _reads_one_back(self) -> bool:
+        directory, slots = self.directory_memory.view, self.slots_memory.view
+        for name, held in list(itertools.islice(self._holdings.held.items(), _TRIED_BLOCKS)):
+            target = memoryview(bytearray(held.payload_bytes))
+            read = partial(
+                self._operations.read, directory, slots, packed_name(name), (ANY_LENGTH,), (target,)
+            )
+            records = await self._run(held.payload_bytes, read)
+            if reads(records)[0].status is ReadStatus.HIT:
+                return True
+        return False
 
     def held(self, name: FrameName) -> Held | None:
         """Where a block is and what its frame says; None if it is not there."""
@@ -421,7 +452,7 @@ class ArenaTier:
         `answer` gets the results as soon as readers can find the blocks: see
         `Holdings.publish_prepared`. CallerError for a reservation that is not open.
         """
-        if self._is_open and (seen == declared or _agree(seen, declared)):
+        if self._is_open and (seen == declared or agree(seen, declared)):
             results = self._holdings.publish_prepared(prepared, seen, answer)
         else:
             results = self._publish(prepared.reservations, seen, declared)
@@ -469,10 +500,10 @@ class ArenaTier:
     async def _read(self, requests: Sequence[GetRequest]) -> list[GetResult]:
         held = self._holdings.held
         asked = [request for request in requests if request.name in held]
-        targets = [_target(request, held[request.name]) for request in asked]
+        targets = [target_of(request, held[request.name]) for request in asked]
         before = [held[request.name] for request in asked]
         names = packed_names([request.name for request in asked])
-        lengths = np.array([_length(request) for request in asked], np.uint64)
+        lengths = np.array([length_of(request) for request in asked], np.uint64)
         directory, slots = self.directory_memory.view, self.slots_memory.view
         records = await self._run(
             sum(target.nbytes for target in targets),
@@ -481,7 +512,7 @@ class ArenaTier:
         answers = []
         for i, read in enumerate(reads(records)):
             frame = frame_header_of(records, i)
-            answers.append(self._answer(_Asked(asked[i], before[i], targets[i]), read, frame))
+            answers.append(self._answer(Asked(asked[i], before[i], targets[i]), read, frame))
         given = iter(answers)
         kept = {id(request) for request in asked}
         return [
@@ -489,7 +520,7 @@ class ArenaTier:
             for request in requests
         ]
 
-    def _answer(self, asked: "_Asked", read: Read, frame: bytes) -> GetResult:
+    def _answer(self, asked: Asked, read: Read, frame: bytes) -> GetResult:
         name, held = asked.request.name, asked.held
         match read.status:
             case ReadStatus.HIT:
@@ -502,7 +533,7 @@ class ArenaTier:
                 return GetResult(GetStatus.ERROR, reason="buffer_short")
             case ReadStatus.MISS if not self._is_lost(name, held):
                 return GetResult(GetStatus.MISS)
-        fault = _fault(asked.request, read, frame)
+        fault = fault_of(asked.request, read, frame)
         if self._is_open and self._holdings.held.get(name) is held:
             self._holdings.tally.corrupt[fault.fault] += 1
             self._holdings.remove([name], RemovalCause.CORRUPT)
@@ -599,7 +630,7 @@ class ArenaTier:
     ) -> list[PutResult]:
         if not self._is_open:
             return [PutResult(PutStatus.ERROR, "closed")] * len(reservations)
-        if _agree(seen, declared):
+        if agree(seen, declared):
             return self._holdings.publish(reservations, seen)
         intact = [want is None or want == got for want, got in zip(declared, seen, strict=True)]
         self._holdings.abort(r for r, good in zip(reservations, intact, strict=True) if not good)
@@ -617,36 +648,5 @@ class ArenaTier:
             raise DeadlineError("the deadline had passed before the call")
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One block of a read, with what was known of it before."""
-
-    request: GetRequest
-    held: Held
-    target: memoryview
-
-
-def _agree(seen: Sequence[int], declared: Sequence[int | None]) -> bool:
-    return all(want is None or want == got for want, got in zip(declared, seen, strict=True))
-
-
-def _target(request: GetRequest, held: Held) -> memoryview:
-    if request.into is not None:
-        return request.into.cast("B") if request.into.nbytes else memoryview(bytearray())
-    return memoryview(bytearray(held.payload_bytes))
-
-
-def _length(request: GetRequest) -> int:
-    return ANY_LENGTH if request.payload_bytes is None else request.payload_bytes
-
-
-def _fault(request: GetRequest, read: Read, frame: bytes) -> FrameError:
-    """What is wrong with a block that was found and not given."""
-    if read.status is ReadStatus.PAYLOAD:
-        return FrameError(FrameFault.PAYLOAD_CHECKSUM, "the payload was altered")
-    expected = FrameExpectation(request.name, request.payload_bytes)
-    try:
-        verify_copied(frame, read.payload_bytes, read.payload_checksum, expected)
-    except FrameError as error:
-        return error
-    return FrameError(FrameFault.HEADER_FIELD, "the directory's entry was altered")
+def _nothing() -> None:
+    """What a thread does to show that it is there."""

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvtier.store.gates import ByteGate
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.metrics import Metrics, Readings
 from kvtier.telemetry.service import Service, open_telemetry
+from kvtier.tiers.arena.holdings import Trial
 from kvtier.tiers.arena.server import ArenaListener, ArenaServer, ArenaServerConfig
 from kvtier.tiers.redis.caretaker import RedisCaretaker
 from kvtier.tiers.redis.holder import HolderPolicy
@@ -43,6 +44,7 @@ from kvtier_services.store import tiers as built
 from kvtier_services.store.arena import GovernedArena
 from kvtier_services.store.bulk import served_bulk
 from kvtier_services.store.config import StoreConfig, parse_quota
+from kvtier_services.store.health import HealthWatch, Report
 from kvtier_services.store.leases import LeaseBook
 from kvtier_services.store.peers import opened_peers
 from kvtier_services.store.publishing import (
@@ -177,7 +179,10 @@ async def serve(
             erase=tiers.erase,
         )
         _bind(opened.metrics, parts, clients)
-        tcp, local = await _servers(stack, config, parts, run_dir / SOCKET)
+        tcp, local, report = await _servers(stack, config, parts, run_dir / SOCKET)
+        health = HealthWatch(_tried(parts), report)
+        opened.metrics.pull(table.SERVING, lambda: [((), float(health.is_serving))])
+        opened.metrics.pull(table.TRIALS_FAILED, lambda: [((), health.failures_count)])
         table.read_peers(opened.metrics, peers)
         table.read_service(opened.metrics, arena_server.stats, [tcp.guard, local.guard])
         identity = replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port))
@@ -189,6 +194,8 @@ async def serve(
             identity = replace(identity, bulk_address=told)
         announcer.name(identity)
         stack.push_async_callback(_cancelled, asyncio.create_task(_keep_time(reservations)))
+        await health.look()
+        stack.push_async_callback(_cancelled, asyncio.create_task(health.run()))
         if tiers.redis is not None:
             policy = HolderPolicy()
             shared = SharedAnnouncer(config.index, identity, RedisCaretaker(tiers.redis, policy))
@@ -202,8 +209,11 @@ async def serve(
 
 async def _servers(
     stack: contextlib.AsyncExitStack, config: StoreConfig, parts: Parts, path: Path
-) -> tuple[SecureServer, SecureServer]:
-    """The service over TCP and over its Unix socket, started; stopped before anything else."""
+) -> tuple[SecureServer, SecureServer, Report]:
+    """The service over TCP and over its Unix socket, started; stopped before anything else.
+
+    And how to say there that it serves, which nobody has said yet.
+    """
     service = StoreService(parts)
     on_socket = ListenConfig(
         bind=f"unix:{path}",
@@ -229,10 +239,24 @@ async def _servers(
         stack.push_async_callback(health.enter_graceful_shutdown)
         servers.append(secured)
         healths.append(health)
-    for health in healths:
-        for name in ("", rpc.STORE.full_name):
-            await health.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return servers[0], servers[1]
+
+    async def report(is_serving: bool) -> None:
+        told = health_pb2.HealthCheckResponse
+        for health in healths:
+            for name in ("", rpc.STORE.full_name):
+                await health.set(name, told.SERVING if is_serving else told.NOT_SERVING)
+
+    await report(False)
+    return servers[0], servers[1], report
+
+
+def _tried(parts: Parts) -> Callable[[], Awaitable[Trial]]:
+    """A trial of the store as a whole: of its DRAM, while its own tasks run."""
+
+    async def try_out() -> Trial:
+        return await parts.arena.try_out() if parts.store.is_running else Trial.FAILED
+
+    return try_out
 
 
 @dataclass(frozen=True, slots=True)

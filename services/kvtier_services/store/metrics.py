@@ -113,6 +113,13 @@ CALL_SECONDS = MetricDef(
     (_TIER, Label("operation", OPERATIONS)), _SECONDS,
 )  # fmt: skip
 
+SERVING = MetricDef(
+    _GAUGE, "kvtier_store_serving", "1 while a block goes into DRAM and comes out, by trial."
+)
+TRIALS_FAILED = MetricDef(
+    _COUNTER, "kvtier_store_trials_failed_total", "Trials of DRAM that failed or took too long."
+)
+
 PEERS = MetricDef(
     _GAUGE, "kvtier_store_peers", "Other stores that were asked, by what they are good for now.",
     (Label("state", PEER_STATES),),
@@ -135,7 +142,7 @@ DEFINITIONS: Final = (
     WRITTEN_BYTES, UP, TRIPPED, OWED, PROMOTED, DEMOTED, DEMOTION_FAILED, DROPPED, REFUSED, MISSES,
     JOINS, DIVERGENT, DIVERGENT_COPIES, IN_FLIGHT, PINS, LEASES, RESERVATIONS,
     RESERVATIONS_EXPIRED, SESSIONS, QUARANTINED, SESSIONS_BROKEN, UNANNOUNCED, DENIED, CALL_SECONDS,
-    PEERS, PEER_FAILURES, PEER_CORRUPT, PEER_QUESTIONS, PEER_UNANSWERED,
+    SERVING, TRIALS_FAILED, PEERS, PEER_FAILURES, PEER_CORRUPT, PEER_QUESTIONS, PEER_UNANSWERED,
 )  # fmt: skip
 
 
