@@ -77,8 +77,9 @@ proto: setup ## regenerate kvtier/wire/_pb and proto/baseline.json
 	$(BIN)/python scripts/gen_proto.py
 	$(BIN)/python scripts/proto_baseline.py
 
-sanitize: setup ## native tests against an ASan and UBSan build
+sanitize: setup ## native tests against an ASan and UBSan build, and what is shared under TSan
 	bash scripts/sanitize.sh
+	bash scripts/sanitize_threads.sh
 
 bench: setup ## every bench of the project
 	set -e; for name in keys index copy store index-service text worker router; do $(BIN)/kvtier bench $$name; done
