@@ -1,5 +1,6 @@
 """Settings of a bridge: what is refused, and what they describe."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ from kvtier.engines.events import Dialect, HiddenSalts
 from kvtier.errors import ConfigError
 from kvtier.sections import DialConfig
 from kvtier.types import HolderKind, Tier
-from kvtier_services.bridge.config import BridgeConfig, CardSection, EngineSection, MemorySection
+from kvtier_services.bridge.config import (
+    TOLD,
+    BridgeConfig,
+    CardSection,
+    EngineSection,
+    MemorySection,
+)
+from kvtier_services.bridge.main import is_told, with_namespace
 from kvtier_services.bridge.publishing import Identity, Speaker
 
 DIGEST = "ab" * 32
@@ -154,3 +162,25 @@ def test_a_missing_token_file_is_found_before_the_engine_is(tmp_path: Path) -> N
     config = BridgeConfig(MODEL, index=dial)
     with pytest.raises(ConfigError):
         Speaker(Identity(config, MODEL.card(), "host"), dial, lambda: None).check()
+
+
+def test_a_namespace_that_the_connector_tells_is_read_once_it_has_opened_its_socket(
+    tmp_path: Path,
+) -> None:
+    model = CardSection(("c",), "m", "r", tokenizer_digest=DIGEST, namespace=TOLD)
+    config = BridgeConfig(model=model, engine=EngineSection(residents=tmp_path))
+    (tmp_path / "namespace").write_text("ef" * 32)
+    assert not is_told(config)
+    (tmp_path / "residents-0.sock").touch()
+    assert is_told(config)
+    assert with_namespace(config).model.namespace == "ef" * 32
+    (tmp_path / "namespace").unlink()  # ranks with several namespaces tell none
+    assert with_namespace(config).model.namespace == ""
+    given = replace(config, model=replace(model, namespace="ab" * 32))
+    assert is_told(given)
+    assert with_namespace(given) == given
+
+
+def test_a_namespace_is_told_only_where_the_connector_is_listened_to() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.residents"):
+        BridgeConfig(model=CardSection(namespace=TOLD))

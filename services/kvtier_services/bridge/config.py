@@ -19,6 +19,8 @@ from kvtier.types import Fingerprint, Role
 _ADAPTER: Final = re.compile(r"(?P<digest>[0-9a-f]{64}):(?P<generation>[0-9]{1,19}):(?P<name>.+)")
 _NAMESPACE_DOMAIN: Final = "kvtier.bridge-namespace.v1"
 _PORT_MAX: Final = 65_535
+TOLD: Final = "told"
+"""As `model.namespace`: what the connector says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +129,16 @@ class CardSection:
     adapters: tuple[str, ...] = ()
     """DIGEST:GENERATION:NAME each; adapters that are not here are not indexed."""
     namespace: str = ""
-    """Fingerprint (64 hex digits) of the blocks that the engine's connector writes; empty: none."""
+    """Fingerprint (64 hex digits) of the blocks that the engine's connector writes; `told`: what it
+    says itself, in the folder engine.residents; empty: none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_tokens <= BLOCK_TOKENS_MAX:
             raise ConfigError(f"block_tokens must be in 1..{BLOCK_TOKENS_MAX}")
-        for name in ("tokenizer_digest", "chat_template_digest", "namespace"):
+        for name in ("tokenizer_digest", "chat_template_digest"):
             _digest_of(name, getattr(self, name))
+        if self.namespace != TOLD:
+            _digest_of("namespace", self.namespace)
         for adapter in self.adapters:
             _adapter_of(adapter)
 
@@ -235,6 +240,8 @@ class BridgeConfig(Root):
             raise ConfigError("resolver: model.namespace is needed to name blocks to a store")
         if len(self.resolver.targets) > 1:
             raise ConfigError("resolver: one store is enough")
+        if self.model.namespace == TOLD and self.engine.residents is None:
+            raise ConfigError("namespace = told needs engine.residents, where it is told")
 
     def policy(self) -> DecodePolicy:
         return DecodePolicy(

@@ -10,18 +10,19 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TextIO
 
 from kvtier.config import describe, load
 from kvtier.core.encoding import Symbol, Value, digest
 from kvtier.core.model_card import ModelCard
+from kvtier.engines.vllm.namespaces import told_namespace
 from kvtier.errors import BackendError
 from kvtier.garbage import settle
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier_services.bridge import metrics as table
-from kvtier_services.bridge.config import BridgeConfig
+from kvtier_services.bridge.config import TOLD, BridgeConfig
 from kvtier_services.bridge.follower import Follower, Speaking
 from kvtier_services.bridge.load import LoadReader
 from kvtier_services.bridge.memory import BridgeMemory, open_memory
@@ -98,14 +99,38 @@ async def run(config: BridgeConfig) -> None:
     def fenced() -> None:
         loop.call_soon_threadsafe(stop.set)
 
-    async with serve(config, sys.stderr, fenced) as running:
+    while not stop.is_set() and not is_told(config):
+        await _stopped(stop)
+    if stop.is_set():
+        return
+    async with serve(with_namespace(config), sys.stderr, fenced) as running:
         while not stop.is_set() and running.follower.is_alive:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await stop.wait()
+            await _stopped(stop)
         LOG.info("stopping")
         if not running.follower.is_alive:
             raise BackendError("the thread that follows the engine ended by itself")
+
+
+async def _stopped(stop: asyncio.Event) -> None:
+    """Wait for it, for a moment."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LOOK_S):
+            await stop.wait()
+
+
+def is_told(config: BridgeConfig) -> bool:
+    """Whether the connector has said in what namespace it writes, if it is to: it does so before
+    it opens its socket, and not at all where its ranks have several."""
+    socket_path = config.engine.feed_path(0)
+    return config.model.namespace != TOLD or socket_path is None or socket_path.exists()
+
+
+def with_namespace(config: BridgeConfig) -> BridgeConfig:
+    """The configuration with what the connector has said."""
+    folder = config.engine.residents
+    if config.model.namespace != TOLD or folder is None:
+        return config
+    return replace(config, model=replace(config.model, namespace=told_namespace(folder)))
 
 
 def command(argv: list[str]) -> int:
