@@ -10,6 +10,7 @@ from tests.harness import netns, tmpfs
 from tests.harness.netns import Network
 from tests.harness.processes import Process, ProcessRunner, live_processes
 from tests.harness.rights import missing
+from tests.harness.scheduling import TwoQueues
 from tests.support.engine_support import note
 
 # Equal runs on every machine: examples follow from the test's code, and a slow machine is no fault.
@@ -21,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "needs(name, ...): skipped with the reason where a right or tool is missing"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> TwoQueues | None:
+    """Where `-n` alone is given: see tests.harness.scheduling."""
+    return TwoQueues(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

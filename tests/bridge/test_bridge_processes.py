@@ -232,7 +232,7 @@ async def test_a_bridge_asked_to_stop_says_goodbye(cluster_of: Clusters) -> None
         await cluster.ask("run", 0, 4)
         await cluster.shows(exact=True)
         cluster.bridge.terminate()
-        assert await asyncio.to_thread(cluster.bridge.wait, 15.0) == 0
+        assert await asyncio.to_thread(cluster.bridge.wait, 40) == 0
         await cluster.is_absent()
 
 

@@ -89,13 +89,20 @@ def read(path: Path, rounds: int) -> None:
 
 
 def count_reads(client: ArenaClient, rounds: int) -> tuple[int, int, int, int]:
-    """Hits, misses, wrong or torn payloads, and how many versions were seen."""
+    """Hits, misses, wrong or torn payloads, and how many versions were seen.
+
+    More rounds are read until some of each were seen: the writer may stand still for a while.
+    """
     counts = dict.fromkeys(GetStatus, 0)
     wrong = 0
-    versions = set()
+    versions: set[int | None] = set()
     targets = [memoryview(bytearray(PAYLOAD_BYTES)) for _ in range(NUMBERS)]
     requests = [GetRequest(name_of(n), targets[n], PAYLOAD_BYTES) for n in range(NUMBERS)]
-    for _ in range(rounds):
+    end = soon()
+    for done in itertools.count():
+        is_mixed = counts[GetStatus.HIT] and counts[GetStatus.MISS] and len(versions) > 1
+        if done >= rounds and (is_mixed or time.monotonic() > end):
+            break
         for number, result in enumerate(client.get_many(requests)):
             counts[result.status] += 1
             if result.payload is not None:

@@ -150,7 +150,7 @@ async def test_a_killed_client_leaves_no_lease_and_no_reservation(
         async def ended() -> bool:
             return store.server.stats().sessions == 0
 
-        await eventually_async(ended, 5, "the session ends")
+        await eventually_async(ended, 30, "the session ends")
         stats = store.tier.stats()
         assert (stats.blocks_pinned, stats.blocks_reserved) == (0, 0)
         assert store.tier.held(name_of(100)) is None
@@ -201,7 +201,7 @@ async def test_a_writer_killed_in_the_middle_of_a_put_leaves_nothing_behind(
         async def ended() -> bool:
             return store.server.stats().sessions == 0
 
-        await eventually_async(ended, 5, "the session ends")
+        await eventually_async(ended, 30, "the session ends")
         assert store.tier.stats().blocks_reserved == 0
         assert store.tier.held(name_of(200)) is None
         other = await on_thread(lambda: store.connect(CLIENT))
@@ -274,7 +274,7 @@ async def test_a_put_that_is_broken_off_gives_no_bytes_to_the_next(tmp_path: Pat
         async def ended() -> bool:
             return store.server.stats().sessions == 0
 
-        await eventually_async(ended, 5, "the session ends")
+        await eventually_async(ended, 30, "the session ends")
         assert [store.tier.held(name_of(n)) for n in (100, 101, 102)] == [None] * 3
         assert store.tier.stats().blocks_reserved == 0
 
@@ -292,7 +292,7 @@ async def test_a_stopped_writer_whose_reservation_expired_changes_nothing_when_i
         async def quarantined() -> bool:
             return store.server.stats().quarantined == 1
 
-        await eventually_async(quarantined, 10, "the reservation is in quarantine")
+        await eventually_async(quarantined, 30, "the reservation is in quarantine")
         # The arena is filled and emptied around the quarantined slot; nobody else gets it.
         for start in range(300, 348, 8):
             results = await store.tier.put_many(
@@ -329,7 +329,7 @@ async def test_a_stopped_reader_of_a_lease_does_not_stop_the_store(
         async def ended() -> bool:
             return store.server.stats().sessions == 0
 
-        await eventually_async(ended, 5, "the session ends")
+        await eventually_async(ended, 30, "the session ends")
         await on_thread(lambda: client.wait(WAIT_S))
 
 
@@ -480,5 +480,5 @@ async def test_descriptors_are_given_back(tmp_path: Path) -> None:
         async def ended() -> bool:
             return store.server.stats().sessions == 0
 
-        await eventually_async(ended, 5, "the sessions end")
+        await eventually_async(ended, 30, "the sessions end")
         assert open_descriptors() <= before

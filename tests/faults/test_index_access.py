@@ -90,7 +90,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
             ]
         ):
             made = runner.spawn(Launch(f"certs{number}", kvtier_command("certs", *arguments)))
-            assert made.wait(20) == 0
+            assert made.wait(40) == 0
         launch, port = secured(runner, folder)
         yield Guarded(IndexProcess(runner.start(launch), port), folder)
 
@@ -169,7 +169,7 @@ async def settled(guarded: Guarded, token: str, wanted: grpc.StatusCode, name: s
         async def is_so() -> bool:
             return await code_of(channel, name) is wanted
 
-        await eventually_async(is_so, 10, f"{name} gives {wanted}")
+        await eventually_async(is_so, 30, f"{name} gives {wanted}")
 
 
 async def test_every_role_may_call_what_the_table_says_and_nothing_else(guarded: Guarded) -> None:
@@ -273,7 +273,7 @@ async def holds_what(guarded: Guarded, token: str, publisher: PublisherProcess) 
             name = publisher.spec.worker
             return name in view and not view[name].hidden and same(view[name].shards[0], truth)
 
-        await eventually_async(is_so, 20, "the index holds what the publisher does")
+        await eventually_async(is_so, 30, "the index holds what the publisher does")
 
 
 async def test_tokens_are_changed_and_withdrawn_under_a_running_publisher(
@@ -317,7 +317,7 @@ async def test_tokens_are_changed_and_withdrawn_under_a_running_publisher(
             refused = (await publisher.ask("stats"))["refusals"]
             return bool(refused) and "UNAUTHENTICATED" in refused[-1]
 
-        await eventually_async(is_refused, 20, "the publisher is turned away")
+        await eventually_async(is_refused, 30, "the publisher is turned away")
         await publisher.ask("store", chain=91, begin=0, end=8)
         # With a third one it is back, and nothing was restarted.
         token_file.write_text(certs.add_token(guarded.folder, principal))
@@ -359,7 +359,7 @@ def test_off_loopback_an_index_refuses_to_start_without_both(
     if "tokens" in given:
         flags += ["--tokens-file", str(guarded.folder / certs.TOKENS)]
     process = processes.spawn(Launch("open", kvtier_command("index", *flags)))
-    assert process.wait(20) == 1
+    assert process.wait(40) == 1
     (line,) = process.log_text().splitlines()[1:]
     assert f"without {missing}" in line
 

@@ -379,13 +379,13 @@ async def test_200_half_open_connections_keep_nobody_waiting_and_are_closed(
         async def are_open() -> bool:
             return index.process.usage().fds_count >= fds_before + 150
 
-        await eventually_async(are_open, 10, "the connections are accepted")
+        await eventually_async(are_open, 30, "the connections are accepted")
         async with channel_to(index.address) as channel:
             for _ in range(50):
-                assert await asyncio.wait_for(match(channel, CHAIN), 5) == {"good": 32 * 16}
+                assert await asyncio.wait_for(match(channel, CHAIN), 40) == {"good": 32 * 16}
 
             async def are_closed() -> bool:
-                assert await asyncio.wait_for(match(channel, CHAIN), 5) == {"good": 32 * 16}
+                assert await asyncio.wait_for(match(channel, CHAIN), 40) == {"good": 32 * 16}
                 return index.process.usage().fds_count <= fds_before + 20
 
             await eventually_async(

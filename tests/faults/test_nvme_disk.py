@@ -20,7 +20,7 @@ from tests.support.nvme_child import put as put_block
 from tests.support.nvme_directory import MIB, du, fill, generation, held, index, segments
 from tests.tiers.contract import put, put_of, soon
 
-RECOVERY_S = 5.0
+RECOVERY_S = 30.0
 
 
 @pytest.fixture

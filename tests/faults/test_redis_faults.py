@@ -50,7 +50,7 @@ from tests.tiers.contract import (
 pytestmark = requires_valkey
 
 QUICK = BreakerPolicy(failures_max=3, open_s=0.05, open_s_max=0.2, probe_timeout_s=2.0)
-HEALS_S = 15.0
+HEALS_S = 45.0
 PATIENT_S = 5.0
 """For servers that answer: the machine may be busy."""
 LONG_BYTES = 256 << 10

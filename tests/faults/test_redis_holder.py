@@ -163,7 +163,7 @@ async def test_blocks_of_a_killed_node_are_announced_by_another_and_read_whole(
         async def announces() -> bool:
             return await survivor.look() is Standing.ANNOUNCER
 
-        await eventually_async(announces, 10.0, "the lock of the dead node ends")
+        await eventually_async(announces, 30, "the lock of the dead node ends")
         assert index.held == hashes(range(20))
         for n in range(20):
             assert bytes_of(await get(survivor.tier, name_of(n))) == payload_of(n)
@@ -292,7 +292,7 @@ async def test_a_restarted_server_is_taken_for_empty(processes: ProcessRunner) -
             await writer.look()
             return writer.caretaker.trouble is None and index.is_complete
 
-        await eventually_async(looked, 10.0, "a look at the new server")
+        await eventually_async(looked, 30, "a look at the new server")
         assert index.held == set()
         assert writer.tier.stats().blocks == 0
         assert server.process.starts_count == 2
@@ -343,7 +343,7 @@ async def test_looking_at_a_server_that_is_away_is_quiet_and_heals(
         async def announces() -> bool:
             return await writer.look() is Standing.ANNOUNCER
 
-        await eventually_async(announces, 15.0, "it announces again")
+        await eventually_async(announces, 30, "it announces again")
         assert index.held == hashes([1])
         assert writer.caretaker.trouble is None
 

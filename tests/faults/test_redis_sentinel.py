@@ -28,8 +28,8 @@ from tests.tiers.contract import Journal, bytes_of, get, name_of, payload_of, pu
 pytestmark = requires_valkey
 
 SERVICE = "blocks"
-SYNC_S = 20.0
-FAILOVER_S = 20.0
+SYNC_S = 45.0
+FAILOVER_S = 45.0
 QUICK = BreakerPolicy(failures_max=2, open_s=0.05, open_s_max=0.2, probe_timeout_s=2.0)
 POLICY = HolderPolicy(look_s=0.5, lock_ttl_s=10.0)
 

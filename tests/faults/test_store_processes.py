@@ -135,7 +135,7 @@ async def test_a_client_that_dies_leaves_no_lease_and_no_reservation(
             held = await store.count("leases") + await store.count("reservations")
             return (dram.blocks_pinned, dram.blocks_reserved, held) == (0, 0, 0)
 
-        await eventually_async(is_clean, 10, "nothing is held for the dead client")
+        await eventually_async(is_clean, 30, "nothing is held for the dead client")
         assert await get(client, [1, 2, 3]) == [0, 0, 0]
         for start in range(1000, 1400, 8):
             await put_all(client, range(start, start + 8))
@@ -164,7 +164,7 @@ async def test_a_writer_stopped_past_its_reservation_changes_no_published_block(
         await says(writer, "done")
         assert await get(client, [1]) == [5]
     assert "committed stored" not in writer.log_text()
-    await asyncio.to_thread(writer.wait, 20)
+    await asyncio.to_thread(writer.wait, 40)
     store.clean_log()
 
 
@@ -176,14 +176,14 @@ async def test_a_store_told_to_stop_drains_and_its_blocks_are_there_again(
         for start in range(0, 80, 8):
             await put_all(client, range(start, start + 8))
         await asyncio.to_thread(store.process.terminate)
-        assert await asyncio.to_thread(store.process.wait, 20) == 0
+        assert await asyncio.to_thread(store.process.wait, 40) == 0
         assert await get(client, [1]) == [None]
         await asyncio.to_thread(store.process.restart)
 
         async def is_there() -> bool:
             return (await get(client, [0]))[0] == 0
 
-        await eventually_async(is_there, 10, "the client finds the store again")
+        await eventually_async(is_there, 30, "the client finds the store again")
         found = await get(client, range(80))
         assert sum(v is not None for v in found) >= 72
     store.clean_log()
@@ -202,7 +202,7 @@ async def test_a_second_store_on_the_same_directory_ends_with_one_line(
     for name, settings in (("same-run", table), ("same-data", table | elsewhere)):
         path = processes.config_file(f"{name}.toml", settings)
         second = processes.spawn(Launch(name, kvtier_command("store", "--config", str(path))))
-        assert await asyncio.to_thread(second.wait, 20) == 1
+        assert await asyncio.to_thread(second.wait, 40) == 1
         assert "Traceback" not in second.log_text()
     async with store.client() as client:
         assert all(await put(client, [1]))

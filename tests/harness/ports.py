@@ -19,26 +19,32 @@ _TRIES_COUNT_MAX = 1000
 _leases: OrderedDict[int, socket.socket] = OrderedDict()
 
 
-def free_port() -> int:
-    """Lease and return a TCP port that nothing on 127.0.0.1 listens on.
+def free_port(count: int = 1) -> int:
+    """Lease TCP ports that nothing on 127.0.0.1 listens on: `count` in a row; the first of them.
 
     The 256 last leases of this process are kept, older ones are given up. Raises RuntimeError when
     a thousand tries find none.
     """
     last = min(_LAST_PORT, _ephemeral_first() - 1)
     for _ in range(_TRIES_COUNT_MAX):
-        port = random.randint(_FIRST_PORT, last)
-        lease = _lease(port)
-        if lease is None:
-            continue
-        if not _bindable(port):
-            lease.close()
-            continue
-        _leases[port] = lease
-        if len(_leases) > _LEASES_COUNT_MAX:
-            _leases.popitem(last=False)[1].close()
-        return port
+        first = random.randint(_FIRST_PORT, last - count + 1)
+        if all(_is_taken_up(port) for port in range(first, first + count)):
+            return first
     raise RuntimeError(f"no free port between {_FIRST_PORT} and {last}")
+
+
+def _is_taken_up(port: int) -> bool:
+    """Whether the port was free, and is leased now."""
+    lease = _lease(port)
+    if lease is None:
+        return False
+    if not _bindable(port):
+        lease.close()
+        return False
+    _leases[port] = lease
+    if len(_leases) > _LEASES_COUNT_MAX:
+        _leases.popitem(last=False)[1].close()
+    return True
 
 
 def _ephemeral_first() -> int:

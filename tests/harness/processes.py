@@ -27,7 +27,7 @@ from tests.harness.waiting import NeverHappenedError, eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOG_ROOT = REPOSITORY / ".test-logs"
-END_DEADLINE_S = 10.0
+END_DEADLINE_S = 30.0
 _NAME_CHARACTERS_MAX = 120
 _TAIL_LINES = 40
 _TAIL_BYTES_MAX = 64 << 10
@@ -56,7 +56,7 @@ class Launch:
     name: str
     argv: Sequence[str]
     ready: ReadyProbe | None = None
-    ready_deadline_s: float = 20.0
+    ready_deadline_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the cleaned environment of the tests."""
     prefix: Sequence[str] = ()

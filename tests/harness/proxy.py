@@ -31,7 +31,7 @@ CHUNK_BYTES_MAX = 64 << 10
 BUFFER_CHUNKS_MAX = 64
 """Per direction of a connection; beyond it the sender feels backpressure."""
 CONNECTIONS_COUNT_MAX = 2048
-CONTROL_DEADLINE_S = 10.0
+CONTROL_DEADLINE_S = 30.0
 _DIAL_TIMEOUT_S = 5.0
 _SLICES_PER_S = 50
 

@@ -102,7 +102,7 @@ def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
 
     pids = again.pids
     again.process.kill()
-    eventually(lambda: not living(list(pids.values())), 20, "no process outlives its supervisor")
+    eventually(lambda: not living(list(pids.values())), 30, "no process outlives its supervisor")
     # What a killed supervisor leaves behind misleads nobody.
     assert (root / "state.json").exists()
     assert run_kvtier("status", "--data-dir", str(root)).returncode == 3

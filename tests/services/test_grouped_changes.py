@@ -61,7 +61,7 @@ def reserved(running: RunningIndex) -> int:
 
 
 async def until_reserved(running: RunningIndex, tokens: int) -> None:
-    await eventually_async(lambda: _is(running, tokens), 10.0, f"{tokens} tokens are reserved")
+    await eventually_async(lambda: _is(running, tokens), 30, f"{tokens} tokens are reserved")
 
 
 async def _is(running: RunningIndex, tokens: int) -> bool:
@@ -148,14 +148,14 @@ async def test_an_index_that_takes_no_groups_is_told_one_by_one() -> None:
             async def all_heard() -> bool:
                 return len(heard) >= 3
 
-            await eventually_async(all_heard, 10.0, "all is told")
+            await eventually_async(all_heard, 30, "all is told")
             session.release("k0")
             session.release("k2")
 
             async def all_released() -> bool:
                 return heard.count("release_key") >= 2
 
-            await eventually_async(all_released, 10.0, "all is given back")
+            await eventually_async(all_released, 30, "all is given back")
     finally:
         await server.stop(0)
     assert "group" not in heard

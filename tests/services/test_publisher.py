@@ -26,7 +26,7 @@ from tests.harness.ports import free_port
 from tests.harness.waiting import eventually
 from tests.support.scripted_index import Blocks, ScriptedIndex, empty, remove_one
 
-DEADLINE_S = 20.0
+DEADLINE_S = 45.0
 CARD = ModelCard(("tiny",), "org/tiny", "r1", b"t" * 32, None, 16)
 FAST = PublisherConfig(
     coalesce_s=0.001,

@@ -40,7 +40,7 @@ from tests.harness.ports import free_port
 from tests.harness.waiting import eventually
 from tests.support.scripted_feed import ScriptedFeed
 
-DEADLINE_S = 20.0
+DEADLINE_S = 45.0
 ME = "router-1"
 FAST = ReplicaConfig(
     router=ME,

@@ -139,7 +139,7 @@ async def test_blocks_from_below_come_through_shared_memory(tmp_path: Path) -> N
             page = running.metrics.render().decode()
             return "kvtier_store_leases 0.0" in page
 
-        await eventually_async(no_leases, 10, "the leases end with the call")
+        await eventually_async(no_leases, 30, "the leases end with the call")
 
 
 async def test_a_block_longer_than_the_segment_goes_through_it_in_pieces(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ async def stored(client: BlockStoreClient, number: int) -> None:
         held = (await client.put_many(names(number), payloads(number)))[0].is_held
         return held and client.is_attached
 
-    await eventually_async(is_stored, 10, "the store is found, and its shared memory")
+    await eventually_async(is_stored, 30, "the store is found, and its shared memory")
 
 
 async def test_blocks_named_by_engine_digests_bring_their_prefix_hashes(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ async def nothing_held(running: RunningStore, client: Client) -> None:
         pinned = stats.pins + stats.tiers[Tier.DRAM].stats.blocks_pinned
         return pinned + await counted(client, "leases") == 0
 
-    await eventually_async(none_left, 10, "no pins and no leases")
+    await eventually_async(none_left, 30, "no pins and no leases")
 
 
 async def reserve(client: Client, *numbers: int, ttl_ms: int = 10_000) -> tuple[list[int], bytes]:
@@ -221,7 +221,7 @@ async def test_reservations_end_by_abort_and_by_time(tmp_path: Path) -> None:
             )
             return bool(done.reason == "no_reservation")
 
-        await eventually_async(is_over, 10, "the reservation ends")
+        await eventually_async(is_over, 30, "the reservation ends")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await fill(client, ids[:1], payload_of(1, BLOCK))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

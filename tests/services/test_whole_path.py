@@ -1,9 +1,12 @@
-"""Index, store, two workers and a router as processes: every tier serves, and changes no answer."""
+"""Index, store, two workers and a router as processes: every tier serves, and changes no answer.
+
+The tests share the processes; the last one kills some.
+"""
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,13 @@ EXPECTED = Expected()
 PROMPT = prompt_of(1, 321)
 """20 blocks, and one token."""
 HELD = 320
+SAVED = "kvtier_worker_saved_blocks_total"
 FAKE = {"prefill_tokens_per_s": 2000.0, "step_ms": 20.0, "token_bytes": TOKEN_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The processes of one test."""
+    """The processes."""
 
     index: IndexProcess
     store: StoreProcess
@@ -86,8 +90,14 @@ class Fleet:
             worker.clean_log()
 
 
-@pytest.fixture
-async def fleet(processes: ProcessRunner, tmp_path: Path) -> Fleet:
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    directory = tmp_path_factory.mktemp("fleet")
+    with ProcessRunner(f"path-{directory.name}", directory) as runner:
+        yield asyncio.run(started(runner, directory))
+
+
+async def started(processes: ProcessRunner, tmp_path: Path) -> Fleet:
     index = await start_index(processes)
     told = {"targets": [index.address]}
     store = await asyncio.to_thread(start_store, processes, tmp_path / "data", index=told)
@@ -96,7 +106,7 @@ async def fleet(processes: ProcessRunner, tmp_path: Path) -> Fleet:
         "index": told,
         "model": {"model": "fake", "fake": FAKE},
     }
-    started = await asyncio.gather(
+    workers = await asyncio.gather(
         *(start_worker(processes, name, **settings) for name in ("w0", "w1"))
     )
     text = tmp_path / "text"
@@ -126,7 +136,7 @@ async def fleet(processes: ProcessRunner, tmp_path: Path) -> Fleet:
     url = f"http://127.0.0.1:{port}"
     launch = Launch("router", argv, http_ready(f"{url}/ready"))
     router = await asyncio.to_thread(processes.start, launch)
-    return Fleet(index, store, dict(zip(("w0", "w1"), started, strict=True)), router, url)
+    return Fleet(index, store, dict(zip(("w0", "w1"), workers, strict=True)), router, url)
 
 
 async def from_tier(client: Client, tier: str, salt: str) -> None:
@@ -146,24 +156,27 @@ async def from_tier(client: Client, tier: str, salt: str) -> None:
 async def test_every_tier_and_every_restart_gives_the_answer_of_no_cache(fleet: Fleet) -> None:
     one, other = fleet.workers.values()
     async with one.client() as first, other.client() as second:
-        cold = await first.answer(PROMPT, 6, cache_salt="a")
-        await first.until("kvtier_worker_saved_blocks_total", 20, outcome="saved")
-        shared = await second.answer(PROMPT, 6, cache_salt="a")
-        apart = await second.answer(PROMPT, 6, cache_salt="b")
-        again = await second.answer(PROMPT, 6, cache_salt="a")
-        assert [cold.cached, shared.cached, apart.cached, again.cached] == [
-            {}, {"dram": HELD}, {}, {"gpu": HELD},
-        ]  # fmt: skip
-        told = {cold.text, shared.text, apart.text, again.text}
-        assert told == {EXPECTED.text(PROMPT, 6)}
+        for number in range(20):
+            salt = f"a{number}"
+            cold = await first.answer(PROMPT, 6, cache_salt=salt)
+            await first.until(SAVED, 20 * (number + 1), outcome="saved")
+            shared = await second.answer(PROMPT, 6, cache_salt=salt)
+            apart = await second.answer(PROMPT, 6, cache_salt=f"b{number}")
+            again = await second.answer(PROMPT, 6, cache_salt=salt)
+            assert [cold.cached, apart.cached, again.cached] == [{}, {}, {"gpu": HELD}]
+            told = {cold.text, shared.text, apart.text, again.text}
+            assert told == {EXPECTED.text(PROMPT, 6)}
+            if shared.cached == {"dram": HELD}:
+                break  # else the machine was too slow to load all of it before it was computed
+        assert shared.cached == {"dram": HELD}
     await asyncio.to_thread(one.process.kill)
     await asyncio.to_thread(one.process.restart)
     async with one.client() as first:
-        await from_tier(first, "dram", "a")
+        await from_tier(first, "dram", salt)
         fleet.store.process.terminate()
-        await asyncio.to_thread(fleet.store.process.wait, 20)
+        await asyncio.to_thread(fleet.store.process.wait, 40)
         await asyncio.to_thread(fleet.store.process.restart)
-        await from_tier(first, "nvme", "a")
+        await from_tier(first, "nvme", salt)
     fleet.clean_logs()
 
 
@@ -177,10 +190,10 @@ async def test_tenants_share_nothing_and_matches_come_true(fleet: Fleet) -> None
         assert text == expected
         return (cached, matched) == (HELD, HELD)
 
-    await eventually_async(lambda: comes_true("alice"), 20, "alice's own blocks match and hit")
+    await eventually_async(lambda: comes_true("alice"), 30, "alice's own blocks match and hit")
     text, cached, matched, _ = await fleet.ask("bob", PROMPT, 2)
     assert (text, cached, matched) == (expected, 0, 0)
-    await eventually_async(lambda: comes_true("bob"), 20, "bob's own blocks match and hit")
+    await eventually_async(lambda: comes_true("bob"), 30, "bob's own blocks match and hit")
     fleet.clean_logs()
 
 
@@ -202,7 +215,7 @@ async def test_deaths_of_a_worker_the_index_and_the_store_change_no_text(fleet: 
         log = fleet.router.log_text()
         return any(line in row and "resumed=1" in row for row in log.splitlines())
 
-    await eventually_async(went_on, 5, "the other worker goes on")
+    await eventually_async(went_on, 30, "the other worker goes on")
     await asyncio.to_thread(fleet.index.process.kill)
     assert (await fleet.ask("alice", PROMPT, 2))[0] == EXPECTED.text(PROMPT, 2)
     await asyncio.to_thread(fleet.store.process.kill)

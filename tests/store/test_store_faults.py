@@ -46,7 +46,7 @@ async def is_back(rig: Rig, tier: Tier = Tier.NVME) -> None:
     async def is_open() -> bool:
         return rig.store.stats().tiers[tier].verdict is Verdict.OPEN
 
-    await eventually_async(is_open, 10, "the tier is called again")
+    await eventually_async(is_open, 30, "the tier is called again")
 
 
 async def dropped(rig: Rig, number: int) -> bool:
@@ -165,7 +165,7 @@ async def test_failing_writes_leave_reads_and_come_back() -> None:
             await rig.settled()
             return Tier.NVME in await rig.where(30) or await dropped(rig, 30)
 
-        assert await eventually_async(is_written, 10, "written again")
+        assert await eventually_async(is_written, 30, "written again")
         assert rig.store.stats().tiers[Tier.NVME].verdict is Verdict.OPEN
 
 
@@ -187,7 +187,7 @@ async def test_a_drop_that_a_tier_cannot_do_is_owed_and_its_block_not_read() -> 
         async def is_paid() -> bool:
             return rig.store.stats().tiers[Tier.NVME].drops_pending == 0
 
-        await eventually_async(is_paid, 10, "the drop that was owed")
+        await eventually_async(is_paid, 30, "the drop that was owed")
         assert name_of(0) not in rig.memory[Tier.NVME].names()
         [result] = await rig.get(0)
         assert result.payload is not None

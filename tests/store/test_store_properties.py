@@ -129,7 +129,7 @@ async def run(seed: int, steps: int) -> Counter[str]:
             await asyncio.gather(*(oracle.step(kind) for kind in kinds))
         rig.nvme.heal()
         rig.redis.heal()
-        await eventually_async(partial(is_healed, rig), 10, "every tier is back")
+        await eventually_async(partial(is_healed, rig), 30, "every tier is back")
         await rig.settled()
         await rig.quiet()
         stats = rig.store.stats()

@@ -283,7 +283,7 @@ async def test_a_pin_ends_with_its_time_in_the_tier_too() -> None:
         async def is_unpinned() -> bool:
             return rig.memory[Tier.DRAM].stats().blocks_pinned == 0
 
-        await eventually_async(is_unpinned, 10, "no pin")
+        await eventually_async(is_unpinned, 30, "no pin")
         assert rig.store.stats().pins == 0
 
 

@@ -17,7 +17,7 @@ from kvtier_services.index.config import IndexConfig
 from kvtier_services.index.main import RunningIndex, serve
 from kvtier_services.index.state import IndexState
 
-DEADLINE_S = 20.0
+DEADLINE_S = 45.0
 
 
 class LiveIndex:

@@ -102,7 +102,7 @@ class Rig:
         async def is_quiet() -> bool:
             return self.store.stats().transfers == 0
 
-        await eventually_async(is_quiet, 10, "no transfers under way")
+        await eventually_async(is_quiet, 30, "no transfers under way")
 
 
 def checksum_in(memory: MemoryTier, name: FrameName) -> int | None:

@@ -95,6 +95,7 @@ class WholeFleet:
             is_other = name == "w2"
             settings: dict[str, Any] = {
                 "store": {"targets": [socket]},
+                "offload": {"lookup_ms_max": 300},
                 "index": told,
                 "cache": {
                     "kv_memory_bytes": POOL_BLOCKS * 16 * TOKEN_BYTES,

@@ -151,7 +151,7 @@ def worker_launch(
             "model": "fake",
             "fake": {"prefill_tokens_per_s": 2000.0, "token_bytes": TOKEN_BYTES},
         },
-        "offload": {"lookup_ms_max": 300},
+        "offload": {"lookup_ms_max": 5000},
     }
     path = runner.config_file(f"{name}.toml", defaults | settings)
     argv = kvtier_command("worker", "--config", str(path))

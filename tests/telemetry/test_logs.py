@@ -257,7 +257,7 @@ def test_a_closed_pipe_is_counted_and_does_not_raise() -> None:
     stream = os.fdopen(writing, "w", buffering=1)
     with start_logging(stream) as log:
         LOG.info("hello")
-        eventually(lambda: log.dropped_count > 0, 10, "the loss is counted")
+        eventually(lambda: log.dropped_count > 0, 30, "the loss is counted")
     with pytest.raises(BrokenPipeError):
         stream.close()
 

@@ -34,7 +34,7 @@ class Page:
         reader, writer = await self.connect()
         try:
             writer.write(request)
-            answer = await asyncio.wait_for(reader.read(), 20)
+            answer = await asyncio.wait_for(reader.read(), 40)
         finally:
             writer.close()
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -44,7 +44,7 @@ class Page:
 async def closed_without_an_answer(reader: asyncio.StreamReader) -> bool:
     """Whether the server closes, by FIN or by RST, and has sent nothing."""
     try:
-        return await asyncio.wait_for(reader.read(), 20) == b""
+        return await asyncio.wait_for(reader.read(), 40) == b""
     except ConnectionResetError:
         return True
 
@@ -128,7 +128,7 @@ async def test_a_reader_that_does_not_take_its_answer_is_cut_off(
     async def cut_off() -> bool:
         return bool(rendered) and not page.server._tasks
 
-    await eventually_async(cut_off, 10, "the server has let go")
+    await eventually_async(cut_off, 30, "the server has let go")
     received = 0
     while data := await reader.read(1 << 20):
         received += len(data)
@@ -142,7 +142,7 @@ async def test_connections_beyond_the_ceiling_are_closed_and_the_others_served(p
     async def all_in() -> bool:
         return len(page.server._tasks) == METRICS_CONNECTIONS_COUNT_MAX
 
-    await eventually_async(all_in, 10, "all are accepted")
+    await eventually_async(all_in, 30, "all are accepted")
     reader, writer = await page.connect()
     assert await closed_without_an_answer(reader)
     writer.close()

@@ -25,7 +25,7 @@ SERVICE = Service("kvtier-test", (REQUESTS,), lambda: True)
 async def get(port: int, path: str) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 40)
     writer.close()
     return answer.decode()
 

@@ -202,7 +202,7 @@ async def test_a_corrupt_block_that_a_client_finds_is_dropped_by_the_store(tmp_p
         async def dropped() -> bool:
             return store.tier.held(name_of(1)) is None
 
-        await eventually_async(dropped, 5, "the store drops the block")
+        await eventually_async(dropped, 30, "the store drops the block")
         assert sum(store.tier.stats().corrupt.values()) == 1
         assert statuses(client, 1, 2) == [GetStatus.MISS, GetStatus.HIT]
         client.close()
@@ -688,7 +688,7 @@ async def test_sessions_end_with_their_connections(tmp_path: Path) -> None:
         async def ended() -> bool:
             return store.server.stats().sessions == 0
 
-        await eventually_async(ended, 5, "the session ends")
+        await eventually_async(ended, 30, "the session ends")
         assert store.tier.stats().blocks_pinned == 0
         assert store.tier.stats().blocks_reserved == 0
 

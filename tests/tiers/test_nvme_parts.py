@@ -229,7 +229,7 @@ async def test_an_abandoned_call_waits_for_the_thread_that_is_inside_and_keeps_o
             done.append("again")
 
     future = lane.submit(work)
-    await asyncio.to_thread(entered.wait, 10)
+    await asyncio.to_thread(entered.wait, 40)
     abandoning = asyncio.create_task(call.abandon())
     await asyncio.sleep(0)
     abandoning.cancel()  # it waits all the same
@@ -263,7 +263,7 @@ async def test_a_lane_passes_results_and_errors_on_and_bounds_what_waits() -> No
         return go.wait(10)
 
     first = lane.submit(block)
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, 40)
     waiting = [lane.submit(go.is_set) for _ in range(NVME_JOBS_MAX)]
     with pytest.raises(OverloadedError):
         lane.submit(go.is_set)
@@ -284,8 +284,8 @@ async def test_a_lane_with_a_stuck_thread_is_left_behind() -> None:
         go.wait(10)
 
     future = lane.submit(block)
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(begun.wait, 40)
     assert not await lane.close(0.05)
     go.set()
     await future
-    eventually(lambda: "test-0" not in {t.name for t in threading.enumerate()}, 10, "it ends")
+    eventually(lambda: "test-0" not in {t.name for t in threading.enumerate()}, 30, "it ends")

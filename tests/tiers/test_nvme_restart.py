@@ -160,7 +160,7 @@ async def test_a_second_process_on_the_directory_refuses_with_one_line(
     )
     argv = (sys.executable, "-c", program, str(tmp_path / "tier"))
     second = processes.spawn(Launch("second", argv))
-    assert second.wait(20) == 3
+    assert second.wait(40) == 3
     lines = second.log_text().splitlines()[1:]
     assert len(lines) == 1
     assert "in use by another process" in lines[0]
@@ -378,7 +378,7 @@ async def test_a_tier_whose_blocks_were_all_dropped_gives_its_disk_back(tmp_path
     assert len(segments(tmp_path)) > 10
     assert await tier.drop(ByNames(tuple(tier.names())), soon()) == 1000
     await asyncio.to_thread(
-        eventually, lambda: len(segments(tmp_path)) <= 1, 10, "empty segments are deleted"
+        eventually, lambda: len(segments(tmp_path)) <= 1, 30, "empty segments are deleted"
     )
     await tier.close()
 
@@ -399,7 +399,7 @@ async def test_an_open_that_is_cancelled_leaves_the_directory_to_the_next_one(
         except UnavailableError:
             return None
 
-    tier = await eventually_async(opened, 10, "the directory is free")
+    tier = await eventually_async(opened, 30, "the directory is free")
     assert tier is not None
     assert await held(tier, BLOCKS) == len(BLOCKS)
     await tier.close()

@@ -10,7 +10,7 @@ from kvtier.errors import UnavailableError
 from kvtier.telemetry.logs import EventLog
 from kvtier.wire.loop_thread import LoopThread, end, raise_if_cancelled, spawn
 
-DEADLINE_S = 20.0
+DEADLINE_S = 45.0
 
 
 async def stubborn(cancellations: list[int], swallowed_max: int) -> None:

@@ -61,7 +61,7 @@ async def outcome(connector: StoreConnector) -> Outcome:
         found.extend(connector.outcomes())
         return bool(found)
 
-    await eventually_async(is_there, 10, "an outcome")
+    await eventually_async(is_there, 30, "an outcome")
     assert len(found) == 1
     return found[0]
 
@@ -201,7 +201,7 @@ async def test_a_worker_goes_on_where_another_computed(tmp_path: Path, policy: W
             async def is_saved() -> bool:
                 return store.store.stats().tiers[Tier.DRAM].stats.blocks >= 15
 
-            await eventually_async(is_saved, 10, "the blocks are in the store")
+            await eventually_async(is_saved, 30, "the blocks are in the store")
         async with a_worker(target, policy) as engine:
             tokens, cached = await generated(engine, prompt)
     assert tokens == OFF.tokens(prompt, 8)

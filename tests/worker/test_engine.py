@@ -77,7 +77,7 @@ async def test_a_cancelled_generation_ends_and_frees_its_blocks() -> None:
         async def is_free() -> bool:
             return machine.blocks.usage().in_use_count == 0
 
-        await eventually_async(is_free, 5, "the blocks are free")
+        await eventually_async(is_free, 30, "the blocks are free")
         assert engine.live_count == 0
 
 
@@ -126,7 +126,7 @@ async def test_draining_cuts_off_what_takes_too_long() -> None:
         async def is_free() -> bool:
             return machine.blocks.usage().in_use_count == 0
 
-        await eventually_async(is_free, 5, "the blocks are free")
+        await eventually_async(is_free, 30, "the blocks are free")
 
 
 class Breaking:

@@ -44,13 +44,15 @@ async def fill_l1(client: Client, number: int) -> None:
 async def served_by(client: Client, tier: str) -> Answer:
     """Ask for the prompt, with an L1 that has forgotten it, until all of it comes from a tier.
 
-    A client leaves a store that did not answer alone for up to a second.
+    A client leaves a store that did not answer alone for up to a second; and a load that takes
+    longer than computing is given up.
     """
-    for number in range(20):
+    for number in range(40):
         await fill_l1(client, 10 + number)
+        before = await client.metric(COMPUTED)
         told = await client.answer(PROMPT, 20)
         assert told.text == EXPECTED.text(PROMPT, 20)
-        if told.cached == {tier: 320}:
+        if told.cached == {tier: 320} and await client.metric(COMPUTED) - before == 1 + 19:
             return told
     raise AssertionError(f"the prompt never came from {tier}, the last time from {told.cached}")
 
@@ -64,7 +66,11 @@ async def with_store(
         tmp_path / "data",
         **settings,  # type: ignore[arg-type]
     )
-    return store, await start_worker(processes, store={"targets": [store.socket]})
+    return store, await start_worker(
+        processes,
+        store={"targets": [store.socket]},
+        offload={"lookup_ms_max": 300},  # so much is lost to a store that stands still
+    )
 
 
 async def is_computed(client: Client, number: int) -> None:
@@ -83,18 +89,14 @@ async def test_a_prefix_goes_to_the_store_and_comes_back_from_dram_and_from_nvme
         cold = await client.answer(PROMPT, 20)
         warm = await client.answer(PROMPT, 20)
         await client.until(SAVED, 21, outcome="saved")
-        await fill_l1(client, 0)
-        before = await client.metric(COMPUTED)
-        from_dram = await client.answer(PROMPT, 20)
-        assert await client.metric(COMPUTED) - before == 1 + 19
+        from_dram = await served_by(client, "dram")
         await asyncio.to_thread(store.process.terminate)
-        await asyncio.to_thread(store.process.wait, 20)
+        await asyncio.to_thread(store.process.wait, 40)
         await asyncio.to_thread(store.process.restart)
         await served_by(client, "nvme")
         assert {cold.text, warm.text, from_dram.text} == {EXPECTED.text(PROMPT, 20)}
         assert cold.cached == {}
         assert warm.cached == {"gpu": 320}
-        assert from_dram.cached == {"dram": 320}
         assert await client.metric(LOADED, source="dram") >= 20
         assert await client.metric("kvtier_worker_store_attached") == 1
     worker.clean_log()
@@ -171,7 +173,7 @@ async def test_corrupt_blocks_are_computed_and_never_answered_with(
         await client.answer(PROMPT, 4)
         await client.until(SAVED, 20, outcome="saved")
         await asyncio.to_thread(store.process.terminate)
-        await asyncio.to_thread(store.process.wait, 20)
+        await asyncio.to_thread(store.process.wait, 40)
         (home,) = (path.parent for path in (tmp_path / "data").rglob("generation-*"))
         for path in segments(home):
             for at in range(BLOCK // 4, path.stat().st_size, BLOCK // 2):
@@ -242,7 +244,7 @@ async def test_a_worker_alone_survives_its_clients(processes: ProcessRunner) -> 
         await client.until("kvtier_worker_live_requests", 1, state="running")
         worker.process.terminate()
         assert (await waiting).text == EXPECTED.text(prompt_of(9, 200), 30)
-    assert await asyncio.to_thread(worker.process.wait, 20) == 0
+    assert await asyncio.to_thread(worker.process.wait, 40) == 0
     worker.clean_log()
 
 

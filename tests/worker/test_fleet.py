@@ -30,7 +30,7 @@ async def until(client: IndexClient, expected: dict[str, list[tuple[Source, int]
     async def is_so() -> bool:
         return await found(client) == expected
 
-    await eventually_async(is_so, 20, f"the index says {expected}")
+    await eventually_async(is_so, 30, f"the index says {expected}")
 
 
 async def test_the_index_knows_a_worker_and_its_blocks_in_every_tier(
@@ -62,6 +62,6 @@ async def test_the_index_knows_a_worker_and_its_blocks_in_every_tier(
             await client.answer(prompt_of(100 + number, 600), 1)
         await until(seen, {"worker": [(Source.DRAM, 20)]})
         worker.process.terminate()
-        await asyncio.to_thread(worker.process.wait, 20)
+        await asyncio.to_thread(worker.process.wait, 40)
         await until(seen, {})
     worker.clean_log()

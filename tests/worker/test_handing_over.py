@@ -202,7 +202,7 @@ async def test_a_drained_worker_is_up_and_serves_nobody() -> None:
         async def is_unready() -> bool:  # the last verdict stands for a second
             return await status("GET", f"{url}/health") == 503
 
-        await eventually_async(is_unready, 20, "the worker says that it is not ready")
+        await eventually_async(is_unready, 30, "the worker says that it is not ready")
         body = json.dumps({"model": "kvtier-fake", "prompt": "Once", "max_tokens": 1})
         headers = {"content-type": "application/json"}
         async with (
@@ -225,7 +225,7 @@ async def test_a_request_that_runs_ends_before_its_worker_does() -> None:
             async def runs() -> bool:
                 return running.engine.live_count > 0 or asking.done()
 
-            await eventually_async(runs, 20, "the request runs")
+            await eventually_async(runs, 30, "the request runs")
         assert await asking == (200, 40)
 
 

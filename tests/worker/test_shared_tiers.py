@@ -35,8 +35,6 @@ pytestmark = pytest.mark.timeout(180)
 EXPECTED = Expected()
 OFF = CacheOff()
 LOADED = "kvtier_worker_loaded_blocks_total"
-PROMPT = prompt_of(1, 321)
-"""20 blocks of 16 tokens, and one token."""
 SMALL_PROMPT = [(3 + 7 * i) % 259 for i in range(61)]
 """15 blocks of 4 tokens, and one token."""
 
@@ -71,18 +69,22 @@ async def test_what_one_node_computed_comes_to_another_through_redis(
         for store in stores
     ]
     async with first.client() as one, second.client() as two:
-        assert (await one.answer(PROMPT, 20)).text == EXPECTED.text(PROMPT, 20)
+        for number in range(1, 20):
+            prompt = prompt_of(number, 321)
+            assert (await one.answer(prompt, 20)).text == EXPECTED.text(prompt, 20)
 
-        async def is_shared() -> bool:
-            return (await stores[0].tier(Tier.REDIS)).blocks >= 20
+            async def is_shared(least: int = 20 * number) -> bool:
+                return (await stores[0].tier(Tier.REDIS)).blocks >= least
 
-        await eventually_async(is_shared, 30, "the blocks are in Redis")
-        told = await two.answer(PROMPT, 20)
-        assert told.text == EXPECTED.text(PROMPT, 20)
+            await eventually_async(is_shared, 30, "the blocks are in Redis")
+            told = await two.answer(prompt, 20)
+            assert told.text == EXPECTED.text(prompt, 20)
+            if told.cached == {"redis": 320}:
+                break  # else the machine was too slow to load all of it before it was computed
         assert told.cached == {"redis": 320}
-        assert await two.metric(LOADED, source="redis") == 20
+        assert await two.metric(LOADED, source="redis") >= 20
         # Gone with what it held: what is in no other tier is computed.
-        other = prompt_of(2, 321)
+        other = prompt_of(200, 321)
         assert (await one.answer(other, 20)).text == EXPECTED.text(other, 20)
         await asyncio.to_thread(valkey.process.kill)
         told = await two.answer(other, 20)
@@ -95,7 +97,7 @@ async def test_what_one_node_computed_comes_to_another_through_redis(
 
 @asynccontextmanager
 async def two_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline_ms: int = 300
 ) -> AsyncIterator[tuple[FaultyTier, MemoryTier, list[WorkerEngine]]]:
     """Two live stores of one shared tier that does what it is told, and a worker on each."""
     memory = MemoryTier(MemoryConfig(4 * MIB, Tier.REDIS))
@@ -110,7 +112,7 @@ async def two_nodes(
         return built.BuiltTiers(plain.arena, tiers, None, None, None, None)
 
     monkeypatch.setattr(built, "open_tiers", opened)
-    section = RedisSection(write_policy=WritePolicy.ON_SEAL, touches_min=1, deadline_ms=300)
+    section = RedisSection(write_policy=WritePolicy.ON_SEAL, touches_min=1, deadline_ms=deadline_ms)
     async with AsyncExitStack() as stack:
         engines = []
         for name in ("a", "b"):
@@ -128,13 +130,13 @@ async def written(memory: MemoryTier) -> None:
     async def is_there() -> bool:
         return memory.stats().blocks >= 15
 
-    await eventually_async(is_there, 20, "the blocks are in the shared tier")
+    await eventually_async(is_there, 30, "the blocks are in the shared tier")
 
 
 async def test_the_shared_tier_serves_while_nothing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with two_nodes(tmp_path, monkeypatch) as (_, memory, (first, second)):
+    async with two_nodes(tmp_path, monkeypatch, 20_000) as (_, memory, (first, second)):
         tokens, cached = await generated(first, SMALL_PROMPT)
         assert tokens == OFF.tokens(SMALL_PROMPT, 8)
         assert cached.total == 0
@@ -191,7 +193,7 @@ async def test_what_the_shared_tier_does_not_take_is_served_by_the_node_that_has
         async def was_refused() -> bool:
             return shared.applied[Operation.PUT, type(fault)] > 0
 
-        await eventually_async(was_refused, 20, "a put was refused")
+        await eventually_async(was_refused, 30, "a put was refused")
         tokens, cached = await generated(second, SMALL_PROMPT)
         assert tokens == OFF.tokens(SMALL_PROMPT, 8)
         assert cached.total == 0

@@ -58,7 +58,7 @@ async def test_connections_beyond_the_ceiling_are_told_so_and_closed() -> None:
             except (ConnectionError, asyncio.IncompleteReadError):
                 return False
 
-        await eventually_async(is_free, 10, "a place is free")
+        await eventually_async(is_free, 30, "a place is free")
         refused = 'kvtier_endpoint_connections_refused_total{reason="too_many"}'
         assert await metric(held[0], refused) >= 2
 

@@ -91,7 +91,7 @@ async def test_a_client_that_goes_is_counted_as_such() -> None:
         async def counted() -> bool:
             return wanted in (await ask(it.port, get("/metrics"))).body.decode()
 
-        await eventually_async(counted, 20, "the count of clients that went")
+        await eventually_async(counted, 30, "the count of clients that went")
         assert it.engine.generations[0].cancelled.is_set()
 
 

@@ -73,7 +73,7 @@ async def test_a_caller_that_goes_gives_the_prefill_up() -> None:
         async def has_begun() -> bool:
             return bool(engine.generations)
 
-        await eventually_async(has_begun, 20, "the engine is asked")
+        await eventually_async(has_begun, 30, "the engine is asked")
         connection.reset()
         async with asyncio.timeout(20):
             await engine.generations[0].cancelled.wait()

@@ -215,7 +215,7 @@ class Bridge:
     def knows(self, held: Iterable[int]) -> None:
         """Listen until the books are right."""
         wanted = set(held)
-        eventually(lambda: hashes_of(self.listen().books) == wanted, 20, f"{len(wanted)} told")
+        eventually(lambda: hashes_of(self.listen().books) == wanted, 30, f"{len(wanted)} told")
 
 
 def hashes_of(books: SlotBooks) -> set[int]:

@@ -108,7 +108,7 @@ class Rig:
             found.extend(self.transfers.ended())
             return bool(found)
 
-        eventually(has_ended, 10, "the load ends")
+        eventually(has_ended, 30, "the load ends")
         assert len(found) == 1
         return found[0]
 
@@ -122,7 +122,7 @@ def saved(count: int) -> tuple[FakeClient, Rig]:
     client = FakeClient()
     rig = Rig(1, client)
     rig.transfers.save(SaveOrder(names(count), tuple(range(count)), tuple(range(count))))
-    eventually(lambda: rig.transfers.counts.saved == count, 10, "the save")
+    eventually(lambda: rig.transfers.counts.saved == count, 30, "the save")
     rig.transfers.close()
     return client, rig
 
@@ -178,7 +178,7 @@ def test_blocks_may_be_overwritten_as_soon_as_a_save_returns() -> None:
     for layer in rig.caches.values():
         layer.zero_()
     client.gate.set()
-    eventually(lambda: rig.transfers.counts.saved == 1, 10, "the save")
+    eventually(lambda: rig.transfers.counts.saved == 1, 30, "the save")
     (payload,) = client.held.values()
     assert payload == torch.stack(want).view(torch.uint8).numpy().tobytes()
     rig.transfers.close()
@@ -194,9 +194,9 @@ def test_saves_beyond_the_staging_memory_are_dropped_and_counted_and_memory_come
     rig.transfers.save(SaveOrder(names(1), (2,)))
     assert rig.transfers.counts.dropped == 1
     client.gate.set()
-    eventually(lambda: rig.transfers.counts.saved == 2, 10, "the save")
+    eventually(lambda: rig.transfers.counts.saved == 2, 30, "the save")
     rig.transfers.save(SaveOrder(names(1), (2,)))
-    eventually(lambda: rig.transfers.counts.saved == 3, 10, "the save after it")
+    eventually(lambda: rig.transfers.counts.saved == 3, 30, "the save after it")
     rig.transfers.close()
 
 
@@ -205,6 +205,6 @@ def test_an_adapter_has_a_namespace_of_its_own() -> None:
     rig = Rig(1, client)
     for adapter in (None, b"a" * 32, b"b" * 32):
         rig.transfers.save(SaveOrder(names(1), (0,), adapter=adapter))
-    eventually(lambda: rig.transfers.counts.saved == 3, 10, "the saves")
+    eventually(lambda: rig.transfers.counts.saved == 3, 30, "the saves")
     assert len({name.namespace for name in client.held}) == 3
     rig.transfers.close()

@@ -128,7 +128,8 @@ class Rig:
 
     def start_router(self, *arguments: str, brain: str = "fake", scheme: str = "http") -> None:
         """A router over all workers of the rig, with more flags; `real` is `kvtier router`."""
-        self.port, self.admin_port = free_port(), free_port()
+        # Each process of a router has an admin port of its own, from the first one on.
+        self.port, self.admin_port = free_port(), free_port(4)
         flags = [
             f"--listen-bind=127.0.0.1:{self.port}",
             f"--admin-bind=127.0.0.1:{self.admin_port}",

@@ -40,10 +40,10 @@ def test_https_shows_a_renewed_certificate_without_a_restart(rig: Rig) -> None:
     rig.start_router(
         f"--listen-tls-cert-file={cert}", f"--listen-tls-key-file={key}", scheme="https"
     )
-    eventually(lambda: ends() != "", 10.0, "it serves")
+    eventually(lambda: ends() != "", 30, "it serves")
     before = ends()
     certificate(folder, 20)
-    eventually(lambda: ends() not in ("", before), 10.0, "the new certificate is shown")
+    eventually(lambda: ends() not in ("", before), 30, "the new certificate is shown")
     cert.write_text("broken", encoding="utf-8")
     assert ends() not in ("", before)
 
@@ -101,7 +101,7 @@ def test_hostile_clients_cost_the_router_no_memory_that_stays(rig: Rig) -> None:
     assert router.usage().rss_bytes - before < 64 << 20
     for client in slow:
         client.close()
-    eventually(lambda: rig.metric("kvtier_router_connections") <= 1, 20.0, "all are gone")
+    eventually(lambda: rig.metric("kvtier_router_connections") <= 1, 30, "all are gone")
     assert rig.complete(max_tokens=1).status == 200
 
 

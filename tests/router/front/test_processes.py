@@ -73,7 +73,7 @@ async def test_a_chore_that_fails_keeps_no_deadline_from_being_kept() -> None:
                 return False
             return heard.startswith(b"HTTP/1.1 408")
 
-        await eventually_async(is_cut, 10.0, "a header that drips is cut")
+        await eventually_async(is_cut, 30, "a header that drips is cut")
         client.close()
         assert brain.ticks > 1
 
@@ -115,17 +115,17 @@ class _Asker(threading.Thread):
 
 def test_a_stop_under_load_loses_no_request(rig: Rig) -> None:
     rig.start_workers(1, token_ms=2.0)
-    rig.start_router("--drain-delay-ms=400")
+    rig.start_router("--drain-delay-ms=2000")
     router = rig.router
     assert router is not None
     askers = [_Asker(rig.port) for _ in range(6)]
     for asker in askers:
         asker.start()
-    eventually(lambda: all(len(asker.answers) > 5 for asker in askers), 20.0, "all are served")
+    eventually(lambda: all(len(asker.answers) > 5 for asker in askers), 30, "all are served")
     router.terminate()
     for asker in askers:
         asker.join(30)
-    assert router.wait(20) == 0
+    assert router.wait(40) == 0
     assert [asker.lost for asker in askers] == [[]] * 6
     assert {status for asker in askers for status in asker.answers} == {200}
 
@@ -138,11 +138,11 @@ def test_one_of_two_processes_is_killed_under_load_and_only_its_own_connections_
     router = rig.router
     assert router is not None
     parent = psutil.Process(router.pid)
-    eventually(lambda: len(parent.children()) == 2, 10.0, "both run")
+    eventually(lambda: len(parent.children()) == 2, 30, "both run")
     askers = [_Asker(rig.port) for _ in range(16)]  # all at one process: once in 2**15 runs
     for asker in askers:
         asker.start()
-    eventually(lambda: all(len(asker.answers) > 5 for asker in askers), 20.0, "all are served")
+    eventually(lambda: all(len(asker.answers) > 5 for asker in askers), 30, "all are served")
     victim, other = parent.children()
     before = {asker: len(asker.answers) for asker in askers}
     victim.kill()
@@ -157,6 +157,6 @@ def test_one_of_two_processes_is_killed_under_load_and_only_its_own_connections_
     router.terminate()
     for asker in askers:
         asker.join(30)
-    assert router.wait(20) == 0
+    assert router.wait(40) == 0
     assert {status for asker in askers for status in asker.answers} == {200}
     assert sum(len(asker.lost) > 0 for asker in askers) < 16

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -21,6 +21,8 @@ from kvtier_router.web.upstream import (
 from tests.harness.waiting import eventually_async
 
 QUICK = SilenceConfig(asked_after_ms=20, health_ms_max=50, asked_times=2)
+PATIENT = replace(QUICK, health_ms_max=10_000)
+"""For a worker that answers: the machine may be busy."""
 BEGUN = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: 1\n\n"
 
 
@@ -104,7 +106,7 @@ async def test_what_waits_for_a_hidden_worker_that_says_nothing_is_lost(streams:
             await watch(silence, 1)
             return heard.error is not None
 
-        await eventually_async(is_lost, 10, "the request is given up")
+        await eventually_async(is_lost, 30, "the request is given up")
         assert heard.error is not None
         assert heard.error.loss is Loss.TIMEOUT
         assert heard.body == (b"data: 1\n\n" if streams else b"")
@@ -118,13 +120,13 @@ async def test_a_hidden_worker_that_answers_anything_keeps_its_requests() -> Non
     upstream = Upstream(UpstreamLimits(), time.monotonic)
     async with listening(answers_health=True) as listener:
         heard = await ask(upstream, listener)
-        silence = Silence(upstream, lambda: [f"127.0.0.1:{listener.port}"], QUICK, time.monotonic)
+        silence = Silence(upstream, lambda: [f"127.0.0.1:{listener.port}"], PATIENT, time.monotonic)
 
         async def was_asked_often() -> bool:
             await watch(silence, 1)
             return listener.healths > 3
 
-        await eventually_async(was_asked_often, 10, "it was asked")
+        await eventually_async(was_asked_often, 30, "it was asked")
         assert (heard.error, silence.lost) == (None, 0)
         await silence.close()
     upstream.close()
@@ -149,7 +151,7 @@ async def test_a_client_that_reads_too_slowly_does_not_make_its_worker_silent() 
         async def has_begun() -> bool:
             return bool(heard.body)
 
-        await eventually_async(has_begun, 10, "the stream begins")
+        await eventually_async(has_begun, 30, "the stream begins")
         (connection,) = upstream.busy
         connection.pause(True)
         silence = Silence(upstream, lambda: [f"127.0.0.1:{listener.port}"], QUICK, time.monotonic)

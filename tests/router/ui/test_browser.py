@@ -183,7 +183,7 @@ def test_lists_are_searched_paged_and_worked_with_the_keyboard(
     window.click("#requests-errors")
     eventually(
         lambda: all("404" in line for line in window.texts("#requests tbody tr")),
-        20,
+        30,
         "only errors are listed",
     )
     window.click("#requests-errors")

@@ -147,7 +147,7 @@ def test_the_overview_tells_totals_points_and_events(shown: Rig) -> None:
     def counted() -> bool:
         return bool(get(shown, "/ui/feed").json["totals"]["requests"] == 8)
 
-    eventually(counted, 20, "all requests are counted")
+    eventually(counted, 30, "all requests are counted")
     told = get(shown, "/ui/feed").json
     assert (told["totals"]["answered"], told["totals"]["refused"]) == (6, 2)
     assert told["fleet"]["states"] == {"candidate": 3}
@@ -168,7 +168,7 @@ def test_each_of_several_processes_says_whose_requests_it_shows(rig: Rig) -> Non
         pages = (f"http://127.0.0.1:{rig.admin_port + n}/ready" for n in range(2))
         return all(http_ready(page)() for page in pages)
 
-    eventually(both, 20, "both processes serve their admin pages")
+    eventually(both, 30, "both processes serve their admin pages")
     for number in range(2):
         told = call(rig.admin_port + number, "GET", "/ui/feed").json["router"]
         assert (told["process"], told["processes"]) == (number, 2)

@@ -1,0 +1,44 @@
+"""Which test process gets which file: whole files, and those that start services in one of two.
+
+Tests that start processes mostly wait; tests of the core mostly compute. Side by side they use two
+cores well, and at most one crowd of services runs at a time. What must not live here: what a test
+may rely on. Each passes alone, in any order, and on a machine of any speed.
+"""
+
+from pathlib import PurePosixPath
+
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+WAITING = frozenset(
+    {
+        "bench", "bridge", "deploy", "faults", "harness_tests", "local", "peers", "router",
+        "services", "split", "telemetry", "versions", "vllm", "worker", "worker_http",
+    }
+)  # fmt: skip
+"""Folders of tests most of whose time goes by in processes that they start."""
+
+LONGEST: tuple[str, ...] = ()
+"""Files that begin first, so that none of them is left for the end."""
+
+
+def order_of(path: str) -> int:
+    """Where a test file comes in its queue: the smaller, the sooner."""
+    return LONGEST.index(path) if path in LONGEST else len(LONGEST)
+
+
+def is_waiting(path: str) -> bool:
+    """Whether a test file, named from the repository's root, starts services."""
+    return not WAITING.isdisjoint(PurePosixPath(path).parts)
+
+
+class TwoQueues(LoadFileScheduling):  # type: ignore[misc]
+    """Files that start services go to every other test process first, the rest to the others."""
+
+    def _assign_work_unit(self, node: object) -> None:
+        """Give a process the next file of its queue, or of the other where that is empty."""
+        wants_waiting = self.nodes.index(node) % 2 == 0
+        chosen = min(
+            self.workqueue, key=lambda path: (is_waiting(path) != wants_waiting, order_of(path))
+        )
+        self.workqueue.move_to_end(chosen, last=False)
+        super()._assign_work_unit(node)
