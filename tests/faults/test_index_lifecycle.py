@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from kvtier.cli import main
 from kvtier.limits import BATCH_BLOCKS_MAX
 from kvtier.wire import messages as pb
 from tests.harness.ports import free_port
@@ -221,15 +222,26 @@ CONFIGURATIONS = {
 }
 
 
-@pytest.mark.parametrize(("text", "named"), CONFIGURATIONS.values(), ids=CONFIGURATIONS.keys())
+STARTED = ("unknown key", "no such certificate", "no such tokens", "open to the network",
+           "metrics open to the network", "not even text")  # fmt: skip
+"""These are tried with a process; of the others the same command line is called here."""
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
 def test_a_wrong_configuration_is_refused_in_one_line_that_names_it(
-    processes: ProcessRunner, text: str, named: str
+    processes: ProcessRunner, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
+    text, named = CONFIGURATIONS[case]
     path = processes.directory / "index.toml"
     path.write_text(text)
-    process = processes.spawn(Launch("index", kvtier_command("index", "--config", str(path))))
-    assert process.wait(40) == 1
-    (line,) = output_of(process)
+    argv = ("index", "--config", str(path))
+    if case in STARTED:
+        process = processes.spawn(Launch("index", kvtier_command(*argv)))
+        assert process.wait(40) == 1
+        (line,) = output_of(process)
+    else:
+        assert main(list(argv)) == 1
+        (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvtier index: ")
     assert named in line
 
