@@ -11,13 +11,27 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 WAITING = frozenset(
     {
-        "bench", "bridge", "deploy", "faults", "harness_tests", "local", "peers", "router",
-        "services", "split", "telemetry", "versions", "vllm", "worker", "worker_http",
+        "bench", "bridge", "deploy", "faults", "front", "harness_tests", "local", "peers",
+        "services", "split", "telemetry", "ui", "versions", "vllm", "worker", "worker_http",
     }
 )  # fmt: skip
 """Folders of tests most of whose time goes by in processes that they start."""
 
-LONGEST: tuple[str, ...] = ()
+LONGEST = (
+    "tests/versions/test_mixed_versions.py",
+    "tests/services/test_rolling.py",
+    "tests/local/test_faults.py",
+    "tests/local/test_demo.py",
+    "tests/split/test_split_requests.py",
+    "tests/services/test_whole_path_tries.py",
+    "tests/faults/test_store_processes.py",
+    "tests/faults/test_peer_network.py",
+    "tests/bench/test_cluster.py",
+    "tests/local/test_up.py",
+    "tests/services/test_whole_path.py",
+    "tests/faults/test_index_lifecycle.py",
+    "tests/worker/test_faults.py",
+)
 """Files that begin first, so that none of them is left for the end."""
 
 
