@@ -1,19 +1,20 @@
 """What is in the wheel: all of our packages and their files, no sources of the native core.
 
-The native module is left out of this build, which then takes seconds; `make demo-wheel` builds it
-all and runs the demo from it.
+The native module is not built for it, which then takes seconds; `make demo-wheel` builds it all and
+runs the demo from it.
 """
 
 import configparser
 import email.message
 import email.parser
 import subprocess
-import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.this_wheel import built_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
@@ -27,14 +28,7 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
-    folder = tmp_path_factory.mktemp("wheel")
-    argv = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--quiet", "--no-deps"]
-    argv += ["--no-index", "--no-build-isolation", "--wheel-dir", str(folder / "dist")]
-    argv += ["-C", "wheel.cmake=false", "-C", f"build-dir={folder / 'build'}"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr
-    [path] = (folder / "dist").glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(built_wheel(tmp_path_factory)) as archive:
         yield archive
 
 

@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvtier.sections import parse_address
+from kvtier.security.tls import Itself
 
 Probe = Callable[[], bool]
 
@@ -70,19 +71,30 @@ def samples(address: str, name: str) -> dict[str, float]:
 
 def grpc_serving(address: str) -> Probe:
     """Ready when the gRPC health service says SERVING. In plain text."""
+    return lambda: not grpc_fault(address)
+
+
+def grpc_fault(address: str, timeout_s: float = _PROBE_S, itself: Itself | None = None) -> str:
+    """What the gRPC health service says, or that it does not; empty where it is SERVING."""
     # A pool of its own: a shared subchannel in backoff would hide a server that has come back.
-    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
-
-    def probe() -> bool:
-        with grpc.insecure_channel(address, options=options) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            try:
-                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_S)
-            except grpc.RpcError:
-                return False
-            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    return probe
+    options: list[tuple[str, int | str]] = [
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if itself is None:
+        channel = grpc.insecure_channel(address, options=options)
+    else:
+        options.append(("grpc.ssl_target_name_override", itself.name))
+        channel = grpc.secure_channel(address, itself.credentials, options=options)
+    with channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return ""
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 def accepts(address: str) -> Probe:

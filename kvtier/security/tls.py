@@ -118,6 +118,37 @@ def channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 
+@dataclass(frozen=True, slots=True)
+class Itself:
+    """How a process of a service's own machine calls that service, by the service's own files."""
+
+    credentials: grpc.ChannelCredentials
+    name: str
+    """In the certificate: by which others call, and which this machine need not even know."""
+
+
+def to_itself(config: TlsConfig, clock: Clock = SYSTEM) -> Itself:
+    """Trusts the certificate of a listener and nothing else, and shows it where one is wanted.
+
+    ConfigError for files that no listener could use.
+    """
+    pem = load_pem(config, clock.wall())
+    if pem.cert is None:
+        raise ConfigError("a listener needs cert_file and key_file")
+    leaf = _certificates(pem.cert, config.cert_file)[0]
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        raise ConfigError(f"{config.cert_file} names no host") from None
+    hosts = [*names.get_values_for_type(x509.DNSName)]
+    hosts += [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    if not hosts:
+        raise ConfigError(f"{config.cert_file} names no host")
+    # A wildcard is no name to call by.
+    name = hosts[0].replace("*", "any", 1)
+    return Itself(grpc.ssl_channel_credentials(pem.cert, pem.key, pem.cert), name)
+
+
 def identity(auth_context: Mapping[str, Iterable[bytes]]) -> Principal | None:
     """Who the verified certificate of a gRPC peer names; None where it names nobody or two.
 
