@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: help setup check format test test-fast vllm-env test-vllm support-table sanitize bench demo demo-wheel proto clean
+.PHONY: help setup check format test test-fast vllm-env test-vllm test-ray support-table sanitize bench demo demo-wheel proto clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,13 @@ VLLM_RESULTS := KVTIER_SUPPORT_RESULTS="$(CURDIR)/build/support"
 test-vllm: vllm-env .venv-vllm-old/ready ## the connector inside real vLLM servers, the oldest and the newest (half an hour)
 	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm-old/bin/python" $(BIN)/pytest tests/vllm/test_connector.py -k "$(VLLM_SCENARIOS)"
 	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" $(BIN)/pytest tests/vllm
+
+.venv/ray-ready: .venv/ready
+	$(BIN)/python -m pip install --quiet "ray[default]==2.55.1"
+	touch $@
+
+test-ray: .venv/ray-ready ## a fleet and batches on a real Ray cluster of two nodes, with kills (a minute)
+	$(BIN)/pytest tests/ray
 
 support-table: setup ## the support table in docs/vllm.md, of what the last `make test-vllm` has shown
 	$(VLLM_RESULTS) $(BIN)/pytest --quiet tests/engines/test_engine_events.py tests/engines/test_recorded_events.py tests/core/test_engine_keys.py
