@@ -33,7 +33,7 @@ from tests.support.store_cluster import (
 from tests.tiers.contract import NAMESPACE, OTHER_NAMESPACE, name_of
 
 NUMBERS = 400
-KILLS = 3
+KILLS = 2
 LOSS_WINDOW_MS = 1000
 
 

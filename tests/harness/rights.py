@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND_TIMEOUT_S = 10.0
+COMMAND_TIMEOUT_S = 40.0
 CHROMIUM = "/usr/bin/chromium"
 CHROMEDRIVER = "/usr/bin/chromedriver"
 

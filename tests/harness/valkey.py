@@ -15,7 +15,7 @@ from tests.harness.ports import free_port
 from tests.harness.processes import Launch, Process, ProcessRunner
 from tests.harness.readiness import ReadyProbe
 
-_WAIT_S = 1.0
+_WAIT_S = 20.0
 
 
 def binary() -> Path | None:
@@ -128,7 +128,7 @@ def valkey_ready(port: int, password: str | None) -> ReadyProbe:
 
 
 def command(port: int, *arguments: str | bytes, password: str | None = None) -> bytes:
-    """See `Valkey.command`. Raises OSError where the server does not answer within a second."""
+    """See `Valkey.command`. Raises OSError where the server does not answer in twenty s."""
     with socket.create_connection(("127.0.0.1", port), _WAIT_S) as connection:
         connection.settimeout(_WAIT_S)
         if password is not None:

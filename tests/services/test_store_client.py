@@ -36,7 +36,7 @@ from tests.support.store_service import BLOCK, MIB, names, small_store
 from tests.tiers.contract import NAMESPACE, name_of, payload_of, soon
 
 SMALL = StoreClientConfig(
-    deadline_s=5.0, arena=ArenaClientConfig(segment_bytes=4 * MIB, staging_bytes=4 * MIB)
+    deadline_s=20.0, arena=ArenaClientConfig(segment_bytes=4 * MIB, staging_bytes=4 * MIB)
 )
 REMOTE = replace(SMALL, shared_memory=SharedMemory.NEVER)
 LENGTH = ReadTerms(payload_bytes=BLOCK)

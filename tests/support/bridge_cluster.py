@@ -241,7 +241,7 @@ def _ask(control: Path, command: Mapping[str, Any]) -> Any:
 
 
 def page_of(port: int) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=40)
     try:
         connection.request("GET", "/metrics")
         return connection.getresponse().read().decode()

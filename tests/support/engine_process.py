@@ -88,7 +88,7 @@ class Rank:
     def publish_raw(self, payload: bytes, *, heard: bool) -> None:
         done = threading.Event()
         self._queue.put((payload, heard, done))
-        assert done.wait(10)
+        assert done.wait(40)
 
     def _run(self) -> None:
         while True:

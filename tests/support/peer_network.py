@@ -80,7 +80,7 @@ class StoreNode:
     def _page(self) -> list[str]:
         script = (
             "import urllib.request as u;"
-            f"page = u.urlopen('http://127.0.0.1:{METRICS_PORT}/metrics', timeout=9);"
+            f"page = u.urlopen('http://127.0.0.1:{METRICS_PORT}/metrics', timeout=30);"
             "print(page.read().decode())"
         )
         return self.node.run("python3", "-c", script).splitlines()

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_DEADLINE_S = 20.0
+_DEADLINE_S = 45.0
 
 
 @dataclass(frozen=True, slots=True)

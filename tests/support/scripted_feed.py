@@ -42,12 +42,12 @@ class ScriptedFeed:
 
     def start(self) -> "ScriptedFeed":
         self._thread.start()
-        self._thread.submit(self._start()).result(10)
+        self._thread.submit(self._start()).result(40)
         return self
 
     def stop(self) -> None:
         if self._thread.is_running:
-            self._thread.submit(self._stop()).result(10)
+            self._thread.submit(self._stop()).result(40)
             self._thread.stop()
 
     def forget(self) -> None:

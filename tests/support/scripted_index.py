@@ -123,13 +123,13 @@ class ScriptedIndex:
 
     def start(self) -> "ScriptedIndex":
         self._thread.start()
-        self._thread.submit(self._start()).result(10)
+        self._thread.submit(self._start()).result(40)
         return self
 
     def stop(self) -> None:
         """End all streams at once; the memory stays for `start`."""
         if self._thread.is_running:
-            self._thread.submit(self._stop()).result(10)
+            self._thread.submit(self._stop()).result(40)
             self._thread.stop()
 
     def forget(self) -> None:

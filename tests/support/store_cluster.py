@@ -59,7 +59,7 @@ class StoreProcess:
         channel = transport.new_channel(f"127.0.0.1:{self.port}")
         try:
             call = rpc.call(channel, rpc.STORE, "Stats")
-            answer: pb.StoreStatsResponse = await call(pb.StoreStatsRequest(), timeout=10)
+            answer: pb.StoreStatsResponse = await call(pb.StoreStatsRequest(), timeout=40)
             return answer
         finally:
             await channel.close()

@@ -49,10 +49,10 @@ class Client:
     channel: grpc.aio.Channel
 
     async def ask(self, name: str, request: Any) -> Any:
-        return await rpc.call(self.channel, rpc.STORE, name)(request, timeout=10)
+        return await rpc.call(self.channel, rpc.STORE, name)(request, timeout=40)
 
     def stream(self, name: str, request: Any) -> Any:
-        return rpc.call(self.channel, rpc.STORE, name)(request, timeout=10)
+        return rpc.call(self.channel, rpc.STORE, name)(request, timeout=40)
 
     async def put(
         self,
@@ -75,7 +75,7 @@ class Client:
             for at in range(0, len(data), chunk):
                 yield pb.PutBlocksRequest(data=data[at : at + chunk])
 
-        answer = await rpc.call(self.channel, rpc.STORE, "Put")(messages(), timeout=10)
+        answer = await rpc.call(self.channel, rpc.STORE, "Put")(messages(), timeout=40)
         return [s.value for s in blocks.put_statuses_from(answer.statuses)], answer.reason
 
     async def put_numbers(self, *numbers: int, size: int = BLOCK) -> list[str]:

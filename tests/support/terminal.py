@@ -67,7 +67,7 @@ class Terminal:
         lines = _ESCAPE.sub("", frames[-1]).replace("\r", "").split("\n")
         return [line for line in lines if line != "q: end"]
 
-    def until(self, part: str, deadline_s: float = 30.0) -> list[str]:
+    def until(self, part: str, deadline_s: float = 45.0) -> list[str]:
         """Read until the last frame shows `part`; that frame."""
         end = time.monotonic() + deadline_s
         while True:
@@ -79,7 +79,7 @@ class Terminal:
                 raise NeverHappenedError(f"no frame with {part!r}; the last output is {text!r}")
 
     def while_showing(
-        self, condition: Callable[[list[str]], bool], deadline_s: float = 30.0
+        self, condition: Callable[[list[str]], bool], deadline_s: float = 45.0
     ) -> None:
         """Read for as long as the last frame meets a condition."""
         end = time.monotonic() + deadline_s
@@ -87,14 +87,14 @@ class Terminal:
             if time.monotonic() > end or not self._read(0.1):
                 raise NeverHappenedError(f"the frame stays {self.frame()}")
 
-    def status(self, deadline_s: float = 20.0) -> int:
+    def status(self, deadline_s: float = 45.0) -> int:
         """Read to the end; the exit status, negative for a signal."""
         end = time.monotonic() + deadline_s
         while self._process.poll() is None and time.monotonic() < end:
             self._read(0.1)
         while self._read(0.0, wants_some=True):
             pass
-        return self._process.wait(1.0)
+        return self._process.wait(20)
 
     def close(self) -> None:
         if self._process.poll() is None:

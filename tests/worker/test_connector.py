@@ -40,7 +40,7 @@ from tests.worker.test_engine import CARD
 
 OFF = CacheOff()
 CLIENT = StoreClientConfig(
-    deadline_s=5.0, arena=ArenaClientConfig(segment_bytes=2 * MIB, staging_bytes=MIB)
+    deadline_s=20.0, arena=ArenaClientConfig(segment_bytes=2 * MIB, staging_bytes=MIB)
 )
 BLOCK = 4096
 

@@ -53,7 +53,7 @@ def hot_of(*numbers: int) -> HotSet:
 
 
 def client_of(target: str) -> BlockStoreClient:
-    config = StoreClientConfig(deadline_s=5.0, shared_memory=SharedMemory.NEVER)
+    config = StoreClientConfig(deadline_s=20.0, shared_memory=SharedMemory.NEVER)
     return BlockStoreClient(DialConfig(targets=(target,)), config)
 
 
@@ -71,9 +71,9 @@ async def test_a_worker_finds_what_it_left_itself_before_what_others_left(tmp_pa
     ):
         lists = {f"w{n}": hot_of(*range(n, n + 300)) for n in range(5)}
         for name, hot in lists.items():
-            assert await shelf_of(client, name).leave(hot, 5.0)
+            assert await shelf_of(client, name).leave(hot, 30.0)
         for name, hot in lists.items():
-            assert await shelf_of(client, name).find(5.0) == (name, hot)
+            assert await shelf_of(client, name).find(30.0) == (name, hot)
 
 
 async def test_newcomers_take_lists_of_others_and_spread_over_them(tmp_path: Path) -> None:
@@ -81,14 +81,14 @@ async def test_newcomers_take_lists_of_others_and_spread_over_them(tmp_path: Pat
         a_store(small_store(tmp_path)) as (running, _),
         client_of(f"127.0.0.1:{running.port}") as client,
     ):
-        assert await shelf_of(client, "new").find(5.0) is None
+        assert await shelf_of(client, "new").find(30.0) is None
         for n in range(4):
-            assert await shelf_of(client, f"w{n}").leave(hot_of(n), 5.0)
+            assert await shelf_of(client, f"w{n}").leave(hot_of(n), 30.0)
         taken = set()
         for n in range(16):
-            found = await shelf_of(client, f"new{n}").find(5.0)
+            found = await shelf_of(client, f"new{n}").find(30.0)
             assert found is not None
-            assert found == await shelf_of(client, f"new{n}").find(5.0)
+            assert found == await shelf_of(client, f"new{n}").find(30.0)
             taken.add(found[0])
         assert len(taken) > 1
 
@@ -100,8 +100,8 @@ async def test_a_list_is_replaced_by_the_next_of_the_same_worker(tmp_path: Path)
     ):
         shelf = shelf_of(client, "w0")
         for hot in (hot_of(*range(500)), hot_of(7), hot_of(*range(100, 400))):
-            assert await shelf.leave(hot, 5.0)
-            assert await shelf.find(5.0) == ("w0", hot)
+            assert await shelf.leave(hot, 30.0)
+            assert await shelf.find(30.0) == ("w0", hot)
 
 
 async def test_where_all_places_are_taken_the_last_comer_still_finds_one(tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ async def test_where_all_places_are_taken_the_last_comer_still_finds_one(tmp_pat
         client_of(f"127.0.0.1:{running.port}") as client,
     ):
         for n in range(PLACES_COUNT + 2):
-            assert await shelf_of(client, f"w{n}").leave(hot_of(n), 5.0)
+            assert await shelf_of(client, f"w{n}").leave(hot_of(n), 30.0)
         last = f"w{PLACES_COUNT + 1}"
-        assert await shelf_of(client, last).find(5.0) == (last, hot_of(PLACES_COUNT + 1))
+        assert await shelf_of(client, last).find(30.0) == (last, hot_of(PLACES_COUNT + 1))
 
 
 async def test_what_is_no_list_is_passed_over(tmp_path: Path) -> None:
@@ -122,9 +122,9 @@ async def test_what_is_no_list_is_passed_over(tmp_path: Path) -> None:
     ):
         names = [page_name(NAMESPACE, place, 0) for place in range(PLACES_COUNT // 2)]
         await client.put_many(names, [b"\xee" * PAGE] * len(names))
-        assert await shelf_of(client, "w0").find(5.0) is None
-        assert await shelf_of(client, "w0").leave(hot_of(3), 5.0)
-        assert await shelf_of(client, "w0").find(5.0) == ("w0", hot_of(3))
+        assert await shelf_of(client, "w0").find(30.0) is None
+        assert await shelf_of(client, "w0").leave(hot_of(3), 30.0)
+        assert await shelf_of(client, "w0").find(30.0) == ("w0", hot_of(3))
 
 
 async def test_an_absent_store_and_blocks_too_short_cost_only_the_hand_over(

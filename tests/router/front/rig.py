@@ -41,7 +41,7 @@ def call(
     path: str,
     body: object = None,
     headers: dict[str, str] | None = None,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
 ) -> Answer:
     """One request on a connection of its own; a body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -158,7 +158,7 @@ class Rig:
         return self.call("POST", "/v1/completions", body)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def metric(self, name: str) -> float:
         """The sum of all series of a metric, or one series by its name with labels."""
