@@ -51,14 +51,15 @@ async def said(way: Way, data: bytes) -> None:
 
     def say() -> None:
         with socket.create_connection(("127.0.0.1", port), 10) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(10)
             try:
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65_536):
                     pass
-            except ConnectionResetError:
-                return
+            except TimeoutError:
+                raise
+            except OSError:
+                return  # it has hung up already, at whatever point of this
 
     await asyncio.to_thread(say)
 
