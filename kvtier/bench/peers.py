@@ -3,7 +3,8 @@
 Every figure is a median of ratios: each batch of ours beside one of raw TCP between two processes,
 of as many bytes from and into the same memory. Everything that is read is verified; TLS figures
 stand beside those without. Beside them stands what a byte costs the busier of the two processes in
-CPU time, ours over raw: that bounds the ratio from above, and other load hardly moves it.
+CPU time, ours over raw: that bounds the ratio from above, and other load hardly moves it. A third
+batch is raw TCP whose ends hash what they move: what is lost there no verified transfer can win.
 What must not live here: links of a network (the fault tests have them).
 """
 
@@ -19,14 +20,15 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from kvtier.bench import peers_split
 from kvtier.bench.cpus import apart
-from kvtier.bench.peers_raw import Area, RawPeer
+from kvtier.bench.peers_raw import Area, Hashing, RawPeer
 from kvtier.bench.report import Bar, Result
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import KvtierError, UnavailableError
@@ -57,6 +59,15 @@ class Channel:
     tls: bool
     has_bar: bool
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} tls" if self.tls else self.name
+
+    @property
+    def part(self) -> str:
+        """What `--only` calls it."""
+        return self.title.replace(" ", "-")
+
 
 CHANNELS: Final = (
     Channel("bulk", tls=False, has_bar=True),
@@ -64,20 +75,42 @@ CHANNELS: Final = (
     Channel("bulk", tls=True, has_bar=False),
     Channel("grpc", tls=True, has_bar=False),
 )
+SPLIT_PART: Final = "split"
+PARTS: Final = (*(channel.part for channel in CHANNELS), SPLIT_PART)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=int, default=256, help="bytes of each figure")
     parser.add_argument("--calls", type=int, default=300, help="pairs of small calls")
+    parser.add_argument(
+        "--only", action="append", choices=PARTS, help="measure only this part; may be repeated"
+    )
+    parser.add_argument("--rounds", type=int, default=None, help="pairs of split and whole prompts")
+    parser.add_argument(
+        "--quick", action="store_true", help="split with the tiny model; do not quote the figures"
+    )
 
 
 def run(arguments: argparse.Namespace) -> list[Result]:
-    """Start stores and the far end of raw TCP, measure, end them."""
+    """Start stores and the far end of raw TCP, measure, end them; then the same with workers."""
+    parts = arguments.only or PARTS
+    results = _channel_rows([one for one in CHANNELS if one.part in parts], arguments)
+    if SPLIT_PART in parts:
+        sizes = peers_split.TINY if arguments.quick else peers_split.sizes_here()
+        results += peers_split.split_rows(
+            sizes if arguments.rounds is None else replace(sizes, rounds=arguments.rounds)
+        )
+    return results
+
+
+def _channel_rows(wanted: Sequence[Channel], arguments: argparse.Namespace) -> list[Result]:
     cpus = os.sched_getaffinity(0)
     results: list[Result] = []
     try:
         for tls in (False, True):
-            channels = [channel for channel in CHANNELS if channel.tls is tls]
+            channels = [channel for channel in wanted if channel.tls is tls]
+            if not channels:
+                continue
             dram_bytes = (2 * len(channels) * arguments.mib * 5 // 256 + 2) * 64 * MIB
             with a_store(tls, dram_bytes) as place, raw_peer() as raw:
                 results += asyncio.run(_measured(channels, place, raw, arguments))
@@ -223,16 +256,21 @@ class Rate:
     raw_bytes_per_s: float
     cpu_ratio: float
     """CPU time of the busier process, raw TCP's over ours."""
+    hashed_ratio: float
+    """Of raw TCP whose ends hash: what nothing that verifies can exceed."""
+    hashed_cpu_ratio: float
 
 
 def _rows(channel: Channel, block: int, what: str, rate: Rate) -> list[Result]:
-    way = f"{channel.name}{' tls' if channel.tls else ''} {what} {block >> 10} KiB"
+    way = f"{channel.title} {what} {block >> 10} KiB"
     bar = BARS[block] if channel.has_bar else None
     return [
         Result(f"{way} / raw tcp", rate.ratio, "x", bar),
         Result(f"{way} / raw tcp by CPU time", rate.cpu_ratio, "x"),
         Result(way, rate.bytes_per_s / 1e9, "GB/s"),
         Result(f"raw tcp beside {way}", rate.raw_bytes_per_s / 1e9, "GB/s"),
+        Result(f"raw tcp that hashes beside {way} / raw tcp", rate.hashed_ratio, "x"),
+        Result(f"raw tcp that hashes beside {way} / raw tcp by CPU", rate.hashed_cpu_ratio, "x"),
     ]
 
 
@@ -250,39 +288,43 @@ class Batches:
 
     async def put(self, source: Area, block: int) -> Rate:
         """Every block is put once."""
-        times: list[tuple[Span, Span]] = []
+        turns: list[Turn] = []
         for number, parts in enumerate(_batches(source, block)):
             requests = [
                 PutRequest(name_of(self.kind, number << 20 | i), part, BlockOwner(WRITER))
                 for i, part in enumerate(parts)
             ]
-            began = Moment.now(self)
+            watch = Watch(self)
             results = await self.transport.put_many(self.peer, requests, time.monotonic() + CALL_S)
-            between = Moment.now(self)
-            self.raw.put(parts)
-            times.append(((began, between), (between, Moment.now(self))))
+            ours = watch.lap()
+            self.raw.put(parts, Hashing.NONE)
+            raw = watch.lap()
+            self.raw.put(parts, Hashing.VERIFIED)
+            turns.append(Turn(ours, raw, watch.lap()))
             if not all(result.is_held for result in results):
                 raise UnavailableError("a put was refused")
-        return _rate(times)
+        return _rate(turns)
 
     async def get(self, source: Area, target: Area, block: int) -> Rate:
         """Every block is got once, and compared with what was put."""
-        times: list[tuple[Span, Span]] = []
+        turns: list[Turn] = []
         for number, parts in enumerate(_batches(target, block)):
             requests = [
                 GetRequest(name_of(self.kind, number << 20 | i), part.data, block)
                 for i, part in enumerate(parts)
             ]
-            began = Moment.now(self)
-            self.raw.get(parts)  # first: it fills the same memory
-            between = Moment.now(self)
+            watch = Watch(self)
+            self.raw.get(parts, Hashing.VERIFIED)  # ours is the last: all fill the same memory
+            hashed = watch.lap()
+            self.raw.get(parts, Hashing.NONE)
+            raw = watch.lap()
             results = await self.transport.get_many(self.peer, requests, time.monotonic() + CALL_S)
-            times.append(((between, Moment.now(self)), (began, between)))
+            turns.append(Turn(watch.lap(), raw, hashed))
             if not all(result.is_hit for result in results):
                 raise UnavailableError("a block was not there")
         if not np.array_equal(source, target):
             raise AssertionError("wrong bytes")
-        return _rate(times)
+        return _rate(turns)
 
 
 def _batches(area: Area, block: int) -> Iterator[list[Area]]:
@@ -291,21 +333,39 @@ def _batches(area: Area, block: int) -> Iterator[list[Area]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """Seconds: of the clock, and of CPU that this process, the store and the raw end have used."""
+class Span:
+    """Seconds: of the clock, and of CPU that this process and the far end have used."""
 
     clock: float
     near: float
-    store: float
-    raw: float
-
-    @classmethod
-    def now(cls, batches: Batches) -> "Moment":
-        store, raw = (_cpu_s(pid) for pid in (batches.pid, batches.raw.pid))
-        return cls(time.perf_counter(), time.process_time(), store, raw)
+    far: float
 
 
-Span = tuple[Moment, Moment]
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One batch in all its ways."""
+
+    ours: Span
+    raw: Span
+    hashed: Span
+
+
+class Watch:
+    """Takes the time of one thing after another."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._far = (batches.pid, batches.raw.pid)
+        self._before = self._now()
+
+    def lap(self) -> Span:
+        """Since the last call, or the beginning."""
+        before, now = self._before, self._now()
+        self._before = now
+        return Span(now.clock - before.clock, now.near - before.near, now.far - before.far)
+
+    def _now(self) -> Span:
+        far = sum(_cpu_s(pid) for pid in self._far)  # one of the two rests
+        return Span(time.perf_counter(), time.process_time(), far)
 
 
 def _cpu_s(pid: int) -> float:
@@ -314,21 +374,27 @@ def _cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-def _rate(times: Sequence[tuple[Span, Span]]) -> Rate:
-    """Of a batch each, ours and raw TCP's; the first of them warms up."""
-    kept = times[1:]
-    ours = [end.clock - begin.clock for (begin, end), _ in kept]
-    raws = [end.clock - begin.clock for _, (begin, end) in kept]
-    near = sum(end.near - begin.near for (begin, end), _ in kept)
-    far = sum(end.store - begin.store for (begin, end), _ in kept)
-    raw_near = sum(end.near - begin.near for _, (begin, end) in kept)
-    raw_far = sum(end.raw - begin.raw for _, (begin, end) in kept)
+def _rate(turns: Sequence[Turn]) -> Rate:
+    """Of a batch each; the first of them warms up."""
+    kept = turns[1:]
+    ours, raws, hashed = zip(*((t.ours, t.raw, t.hashed) for t in kept), strict=True)
     return Rate(
-        statistics.median(theirs / mine for mine, theirs in zip(ours, raws, strict=True)),
-        BATCH_BYTES / statistics.median(ours),
-        BATCH_BYTES / statistics.median(raws),
-        max(raw_near, raw_far) / max(near, far),
+        _clock_ratio(raws, ours),
+        BATCH_BYTES / statistics.median(one.clock for one in ours),
+        BATCH_BYTES / statistics.median(one.clock for one in raws),
+        _busier_s(raws) / _busier_s(ours),
+        _clock_ratio(raws, hashed),
+        _busier_s(raws) / _busier_s(hashed),
     )
+
+
+def _clock_ratio(firsts: Sequence[Span], seconds: Sequence[Span]) -> float:
+    return statistics.median(a.clock / b.clock for a, b in zip(firsts, seconds, strict=True))
+
+
+def _busier_s(spans: Sequence[Span]) -> float:
+    """CPU time of the busier end."""
+    return max(sum(one.near for one in spans), sum(one.far for one in spans))
 
 
 async def _first_block(
@@ -353,7 +419,7 @@ async def _first_block(
         empties.append(between - began)
         firsts.append(ended - between)
     empty_ms, first_ms = (1e3 * statistics.median(one) for one in (empties, firsts))
-    way = f"{channel.name}{' tls' if channel.tls else ''}"
+    way = channel.title
     bar = FIRST_BLOCK_MS_MAX if channel.has_bar else None
     return [
         Result(f"{way} empty call", empty_ms, "ms"),

@@ -1,20 +1,33 @@
 """What TCP itself does between two processes over loopback, in batches like those of the bench.
 
-Run as a module it is the other process. What must not live here: anything of ours on the wire.
+Run as a module it is the other process. Asked to, both ends hash what they send and receive, with
+our own code for that: nothing that verifies can be quicker. What must not live here: anything of
+ours on the wire.
 """
 
 import socket
 import struct
 import sys
+from enum import Enum
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.core.checksum import checksum
+
 Area = npt.NDArray[np.uint8]
 
 _HEAD: Final = struct.Struct("<cQI")
-_SEND, _TAKE = b"s", b"t"
+_SEND, _TAKE, _TAKE_HASHED = b"s", b"t", b"h"
+
+
+class Hashing(Enum):
+    """What is done with the bytes besides moving them."""
+
+    NONE = "none"
+    VERIFIED = "verified"
+    """Who receives hashes each part; of a put who sends does too, to say what it must be."""
 
 
 class RawPeer:
@@ -26,16 +39,20 @@ class RawPeer:
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def get(self, parts: list[Area]) -> None:
+    def get(self, parts: list[Area], hashing: Hashing) -> None:
         """Receive as many bytes as the parts have, into them."""
         self._socket.sendall(_HEAD.pack(_SEND, parts[0].nbytes, len(parts)))
+        receive = _receive if hashing is Hashing.NONE else _receive_hashed
         for part in parts:
-            _receive(self._socket, part.data)
+            receive(self._socket, part.data)
 
-    def put(self, parts: list[Area]) -> None:
+    def put(self, parts: list[Area], hashing: Hashing) -> None:
         """Send the parts, and wait until the other end has them."""
-        self._socket.sendall(_HEAD.pack(_TAKE, parts[0].nbytes, len(parts)))
+        command = _TAKE if hashing is Hashing.NONE else _TAKE_HASHED
+        self._socket.sendall(_HEAD.pack(command, parts[0].nbytes, len(parts)))
         for part in parts:
+            if hashing is Hashing.VERIFIED:
+                checksum(part.data)
             self._socket.sendall(part.data)
         _receive(self._socket, memoryview(bytearray(1)))
 
@@ -61,10 +78,12 @@ def serve(size_bytes: int) -> None:
                 part = memory[at + i * size :][:size]
                 if command == _SEND:
                     connection.sendall(part)
-                else:
+                elif command == _TAKE:
                     _receive(connection, part)
+                else:
+                    _receive_hashed(connection, part)
             at += size * count
-            if command == _TAKE:
+            if command != _SEND:
                 connection.sendall(b"k")
 
 
@@ -77,6 +96,13 @@ def _receive(connection: socket.socket, into: memoryview) -> bool:
             return False
         at += count
     return True
+
+
+def _receive_hashed(connection: socket.socket, into: memoryview) -> bool:
+    """The same, and hash what has come."""
+    is_whole = _receive(connection, into)
+    checksum(into)
+    return is_whole
 
 
 if __name__ == "__main__":

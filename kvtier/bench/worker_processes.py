@@ -21,7 +21,7 @@ from kvtier.bench.toml_text import toml_text
 from kvtier.errors import BackendError, UnavailableError
 
 MIB: Final = 1 << 20
-_START_S: Final = 120.0
+_START_S: Final = 300.0
 _END_S: Final = 20.0
 _ANSWER_S: Final = 300.0
 _POLL_S: Final = 0.05
@@ -157,7 +157,7 @@ class Worker:
         response = connection.getresponse()
         if response.status != 200:
             raise BackendError(f"a worker answered {response.status}: {response.read()[:500]!r}")
-        return _streamed(response, began)
+        return streamed(response, began)
 
     def metric(self, name: str) -> float:
         """The sum of all samples of a metric."""
@@ -184,7 +184,8 @@ class Worker:
         return self._connection
 
 
-def _streamed(response: http.client.HTTPResponse, began: float) -> Answer:
+def streamed(response: http.client.HTTPResponse, began: float) -> Answer:
+    """Read a completion's stream to its end. BackendError for one without a token."""
     first_s: float | None = None
     tokens: list[int] = []
     cached: dict[str, int] = {}
@@ -213,8 +214,11 @@ class Node:
         self._services: list[Service] = []
         self._workers: list[Worker] = []
 
-    def store(self, name: str, sizes: StoreSizes) -> StoreNode:
-        """Start a store that writes to NVMe, where it has it, at once, and never promotes."""
+    def store(
+        self, name: str, sizes: StoreSizes, more: Mapping[str, object] | None = None
+    ) -> StoreNode:
+        """Start a store that writes to NVMe, where it has it, at once, and never promotes; `more`
+        is further configuration."""
         data = self._directory / name
         table: dict[str, object] = {
             "data_dir": str(data),
@@ -225,12 +229,17 @@ class Node:
         }
         if sizes.nvme_bytes:
             table["nvme"] = {"bytes_max": sizes.nvme_bytes, "write_policy": "on_seal"}
-        return StoreNode(self._started("store", name, table), data)
+        return StoreNode(self._started("store", name, table | dict(more or {})), data)
 
     def index(self, name: str) -> str:
         """Start an index; its address."""
         table = {"listen": {"bind": "127.0.0.1:0"}}
         return f"127.0.0.1:{self._started('index', name, table).port}"
+
+    def router(self, name: str, table: Mapping[str, object]) -> int:
+        """Start a router; its port."""
+        own = {"listen": {"bind": "127.0.0.1:0"}}
+        return self._started("router", name, own | dict(table)).port
 
     def worker(self, name: str, table: Mapping[str, object]) -> Worker:
         """Start a worker; `table` is its configuration besides its address."""
