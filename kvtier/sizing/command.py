@@ -25,6 +25,7 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("hit", float, "share of prompt tokens found in some tier"),
     ("l2", float, "share of the hits that a store serves, not L1"),
     ("remote", float, "share of what stores serve that comes from another node"),
+    ("cold", float, "share of what stores serve that is read from a disk first"),
     ("dram_gib", float, "DRAM of a node's store"),
     ("nvme_gib", float, "disk of a node's store; 0 for none"),
     ("save", float, "share of what is computed that is written to the store"),
@@ -112,7 +113,8 @@ def table(model: ModelShape, terms: Terms, needed: Demand) -> Sequence[str]:
             f"{_bytes(needed.index_bytes)} each"),
         ("store", f"a node reads {_bytes(needed.store_read_bytes_per_s)}/s and writes "
             f"{_bytes(needed.store_write_bytes_per_s)}/s, "
-            f"{_bytes(needed.nvme_bytes_a_day)} a day to disk"),
+            f"{_bytes(needed.nvme_bytes_a_day)} a day to disk; "
+            f"{_bytes(needed.nvme_read_bytes_per_s)}/s come from disk"),
         ("network", f"a node gets {_bytes(needed.remote_bytes_per_s)}/s from other nodes"),
     ]  # fmt: skip
     lines += [f"{name:8} {text}" for name, text in rows]

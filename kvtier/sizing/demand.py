@@ -44,6 +44,8 @@ class Terms:
     """Share of the hits that a store serves; the rest lies in L1."""
     remote: float = 0.2
     """Share of what stores serve that comes from another node."""
+    cold: float = 0.3
+    """Share of what stores serve that is read from a disk first; the rest lies in DRAM."""
     dram_gib: float = 256.0
     """A node's store."""
     nvme_gib: float = 2048.0
@@ -61,7 +63,7 @@ class Terms:
         require_integer("block tokens", self.block_tokens, 1, 1 << 16)
         require_integer("tensor parallel", self.tensor_parallel, 1, 1024)
         require_integer("gpus a node", self.gpus_per_node, 1, 1024)
-        for name in ("gpu_share", "hit", "l2", "remote", "save", "disk"):
+        for name in ("gpu_share", "hit", "l2", "remote", "cold", "save", "disk"):
             if not 0 <= getattr(self, name) <= 1:
                 raise CallerError(f"{name}: want 0 .. 1, got {getattr(self, name)!r}")
         if not self.dram_gib and self.nvme_gib:
@@ -119,6 +121,8 @@ class Demand:
     store_read_bytes_per_s: float
     """Of a node, to its workers."""
     store_write_bytes_per_s: float
+    nvme_read_bytes_per_s: float
+    """Of a node: what its workers and other nodes ask for and DRAM has not."""
     nvme_bytes_a_day: float
     remote_bytes_per_s: float
     """Of a node, in; as much goes out."""
@@ -154,12 +158,14 @@ def demand(model: ModelShape, terms: Terms, costs: UnitCosts) -> Demand:
     index_blocks = workers * l1_blocks + nodes * (dram_blocks + nvme_blocks)
     index_cpu = events / costs.index_blocks_per_cpu_s
     requests = workers * terms.requests_per_s
-    asked = requests * costs.router_request_us / 1e6
+    known, new = costs.router_request_us, costs.router_turn_us
+    asked = requests * (terms.hit * known + (1 - terms.hit) * new) / 1e6
     room = BUSY_MAX - index_cpu
     routers = max(REPLICAS_MIN, math.ceil(asked / room)) if room > 0 else 0
     read = workers_a_node * loaded * block_bytes
     written = workers_a_node * saved * block_bytes
     to_disk = workers_a_node * on_disk * block_bytes
+    from_disk = read * terms.cold if terms.nvme_gib else 0.0
     remote = read * terms.remote
     nic = terms.nic_gbit * 1e9 / 8
     uses = [
@@ -175,6 +181,7 @@ def demand(model: ModelShape, terms: Terms, costs: UnitCosts) -> Demand:
     ]  # fmt: skip
     if terms.nvme_gib:
         uses.append(Use("node: disk writes", to_disk, costs.nvme_write_bytes_per_s, "B/s"))
+        uses.append(Use("node: disk reads", from_disk, costs.nvme_read_bytes_per_s, "B/s"))
     return Demand(
         token_bytes=model.token_bytes(terms.dtype),
         block_bytes=block_bytes,
@@ -193,6 +200,7 @@ def demand(model: ModelShape, terms: Terms, costs: UnitCosts) -> Demand:
         router_cpu=asked + routers * index_cpu,
         store_read_bytes_per_s=read,
         store_write_bytes_per_s=written,
+        nvme_read_bytes_per_s=from_disk,
         nvme_bytes_a_day=to_disk * DAY_S,
         remote_bytes_per_s=remote,
         event_bytes_per_s=events * costs.event_bytes * routers,

@@ -22,6 +22,7 @@ LONGEST = (
     "tests/services/test_rolling.py",
     "tests/local/test_faults.py",
     "tests/local/test_demo.py",
+    "tests/deploy/test_docker.py",
     "tests/split/test_split_requests.py",
     "tests/services/test_whole_path_tries.py",
     "tests/faults/test_store_processes.py",

@@ -109,14 +109,14 @@ TERMS = Terms(gpus=64, block_tokens=16, kv_gib=40.0)
 
 
 @given(
-    hit=st.floats(0, 1), l2=st.floats(0, 1), disk=st.floats(0, 1), prompt=st.floats(1, 1e5),
-    output=st.floats(0, 1e4),
+    hit=st.floats(0, 1), l2=st.floats(0, 1), disk=st.floats(0, 1), cold=st.floats(0, 1),
+    prompt=st.floats(1, 1e5), output=st.floats(0, 1e4),
 )  # fmt: skip
 def test_what_appears_goes_again_and_nothing_is_counted_that_is_not_moved(
-    hit: float, l2: float, disk: float, prompt: float, output: float
+    hit: float, l2: float, disk: float, cold: float, prompt: float, output: float
 ) -> None:
     terms = dataclasses.replace(
-        TERMS, hit=hit, l2=l2, disk=disk, prompt_tokens=prompt, output_tokens=output
+        TERMS, hit=hit, l2=l2, disk=disk, cold=cold, prompt_tokens=prompt, output_tokens=output
     )
     model = KNOWN["llama-3.1-8b"]
     needed = demand(model, terms, UnitCosts())
@@ -126,6 +126,7 @@ def test_what_appears_goes_again_and_nothing_is_counted_that_is_not_moved(
     a_node = 8 * needed.token_bytes
     assert needed.store_read_bytes_per_s == pytest.approx(loaded * a_node)
     assert needed.store_write_bytes_per_s == pytest.approx(computed * a_node)
+    assert needed.nvme_read_bytes_per_s == pytest.approx(loaded * cold * a_node)
     assert needed.nvme_bytes_a_day == pytest.approx(computed * disk * a_node * 86_400)
     shares = [use.share for use in needed.uses]
     assert shares == sorted(shares, reverse=True)
@@ -139,6 +140,25 @@ def test_twice_the_fleet_asks_twice_of_what_is_shared_and_the_same_of_a_node(tim
     assert more.events_per_s == pytest.approx(one.events_per_s * times)
     assert more.index_bytes == pytest.approx(one.index_bytes * times, rel=1e-6)
     assert more.store_write_bytes_per_s == pytest.approx(one.store_write_bytes_per_s)
+
+
+def test_every_measured_cost_counts_for_something_that_is_shown() -> None:
+    """A cost that changes nothing would be measured in vain, and its resource be full unseen."""
+    model, terms = KNOWN["llama-3.1-70b"], Terms(gpus=1000, block_tokens=16, tensor_parallel=4)
+    before = demand(model, terms, UnitCosts())
+    unused = [
+        field.name
+        for field in dataclasses.fields(UnitCosts)
+        if demand(model, terms, dataclasses.replace(UnitCosts(), **{field.name: 1.0})) == before
+    ]
+    assert unused == []
+
+
+def test_without_a_disk_nothing_is_read_from_one() -> None:
+    model = KNOWN["llama-3.1-8b"]
+    needed = demand(model, dataclasses.replace(TERMS, nvme_gib=0.0, cold=1.0), UnitCosts())
+    assert needed.nvme_read_bytes_per_s == 0
+    assert not [use for use in needed.uses if "disk" in use.resource]
 
 
 def test_ranks_share_heads_and_an_mla_model_keeps_all_on_each() -> None:
