@@ -117,13 +117,19 @@ class Wire:
         return self._socket.sendmsg(pending[:_PARTS_MAX])
 
     def _allow(self, option: int) -> None:
-        """Let the next call take until the deadline: in the kernel, so that the socket blocks."""
+        """Let the next call take until the deadline: in the kernel, so that the socket blocks.
+
+        Not with TLS: Python's takes the end of the kernel's time for a reason to try again.
+        """
         left = self._until - time.monotonic()
         if left <= 0:
             raise DeadlineError("the peer is too slow")
         seconds = int(left)
         microseconds = max(1, int((left - seconds) * 1e6))
         try:
+            if self._is_tls:
+                self._socket.settimeout(left)
+                return
             self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, microseconds))
         except OSError as error:
             raise UnavailableError("the connection was closed") from error

@@ -1,7 +1,9 @@
 """What every way between stores promises: one suite over gRPC and over the bulk channel."""
 
 import asyncio
+import contextlib
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +22,7 @@ from kvtier.errors import (
     UnavailableError,
 )
 from kvtier.peers import BulkFirst, BulkTransport, GrpcTransport
+from kvtier.peers import bulk_wire as form
 from kvtier.peers.bulk_server import GROUP_BLOCKS
 from kvtier.ports import (
     BlockOwner,
@@ -397,3 +400,43 @@ async def test_nothing_is_said_to_another_machine_without_tls(kind: str, address
             await transport.get_many(peer, asked, soon())
     finally:
         await transport.close()
+
+
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "TLS"])
+async def test_a_store_that_falls_silent_costs_the_deadline_and_no_more(
+    credentials: Credentials, has_tls: bool
+) -> None:
+    context, dial = None, DialConfig()
+    if has_tls:
+        dial = DialConfig(tls=credentials.trust)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        cert, key = certs.issue_into(
+            credentials.folder, new_principal("s1", "store"), ["127.0.0.1"]
+        )
+        context.load_cert_chain(cert, key)
+    asked = [GetRequest(name_of(1), None, BLOCK_BYTES)]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = asyncio.create_task(asyncio.to_thread(let_in_and_ignore, listener, context))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        transport = BulkTransport(dial)
+        try:
+            peer = PeerPlace(InstanceId("s1"), NodeId("n1"), address, address)
+            with pytest.raises(DeadlineError):
+                async with asyncio.timeout(30.0):
+                    await transport.get_many(peer, asked, time.monotonic() + 2.0)
+        finally:
+            await transport.close()
+        assert await silent > form.REQUEST.size
+
+
+def let_in_and_ignore(listener: socket.socket, context: ssl.SSLContext | None) -> int:
+    """Welcome one caller, and say nothing until it hangs up; how many bytes it asked with."""
+    plain, _ = listener.accept()
+    with plain if context is None else context.wrap_socket(plain, server_side=True) as caller:
+        caller.settimeout(60.0)
+        heard = caller.recv(1 << 16)
+        caller.sendall(b"\0")
+        with contextlib.suppress(OSError):
+            while more := caller.recv(1 << 16):
+                heard += more
+    return len(heard)
