@@ -183,7 +183,7 @@ class WorkerConfig(Root):
     listen: ListenConfig = field(default_factory=lambda: ListenConfig(bind="127.0.0.1:7730"))
     """Where clients and routers call (HTTP)."""
     advertise: str = ""
-    """Address to tell the index; not set: made of the bound one."""
+    """Address to tell the index, https://host:port with TLS; not set: made of the bound one."""
     instance: str | None = None
     """Name of this worker in the fleet; not set: the host's name and the port."""
     node: str | None = None

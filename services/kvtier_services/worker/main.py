@@ -227,7 +227,7 @@ def _offload_terms(section: OffloadSection, model: Served) -> OffloadTerms:
 
 def _identity(config: WorkerConfig, model: Served, port: int) -> Identity:
     host = socket.gethostname()
-    address = config.advertise or reachable(config.listen.bind, port)
+    address = config.advertise or reachable(config.listen, port)
     node = config.node or host
     attached = config.offload.store_instance or node
     return Identity(

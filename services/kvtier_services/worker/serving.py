@@ -114,11 +114,14 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
         await task
 
 
-def reachable(bind: str, port: int) -> str:
-    """The address to tell others; empty where they cannot reach it."""
-    if bind.startswith("unix:"):
+def reachable(listen: ListenConfig, port: int) -> str:
+    """The address to tell others, a URL where they must use TLS; empty where they cannot reach it.
+
+    Pure, but for the host's name.
+    """
+    if listen.bind.startswith("unix:"):
         return ""
-    host = bind.rpartition(":")[0]
+    host = listen.bind.rpartition(":")[0]
     if host in {"0.0.0.0", "[::]"}:  # noqa: S104 (compared, not bound)
         host = socket.gethostname()
-    return f"{host}:{port}"
+    return f"{'' if listen.tls is None else 'https://'}{host}:{port}"
