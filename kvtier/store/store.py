@@ -72,7 +72,9 @@ ADOPTIONS_MAX: Final = 1024
 ADOPTIONS_BYTES_MAX: Final = 64 << 20
 """... and their bytes: what waits is evicted by the arena alone, without a copy below."""
 PEER_HINT_S = 0.01
-"""How long a question where blocks are waits to hear of other nodes: late answers help the next."""
+"""How long a question where blocks are waits to hear of other nodes ..."""
+PEER_HINT_SHARE = 0.1
+"""... or this part of the asker's time, where that is more. Late answers help the next question."""
 PROBE_S = 1.0
 """How long a tier may take to show that it is back."""
 _PROBE_NAME = FrameName(KeyKind.PREFIX_KEY, bytes(32), Fingerprint(bytes(32)))
@@ -191,7 +193,9 @@ class TieredStore:
             end_s = deadline_s
             if tier is Tier.PEER:  # who asks for what is here must not wait for an index
                 absent = [i for i in absent if _HERE.isdisjoint(found[i])]
-                end_s = min(deadline_s, self._parts.clock() + PEER_HINT_S)
+                now = self._parts.clock()
+                hint_s = max(PEER_HINT_S, PEER_HINT_SHARE * (deadline_s - now))
+                end_s = min(deadline_s, now + hint_s)
             with contextlib.suppress(KvtierError):
                 asked = [names[i] for i in absent]
                 held = await self._parts.tiers[tier].contains(asked, end_s) if asked else []

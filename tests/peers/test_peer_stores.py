@@ -1,9 +1,14 @@
 """Blocks of one node's store, read through another's: whole services, one index."""
 
 import asyncio
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.store import SharedTier
+from kvtier.core.frame import FrameName
+from kvtier.core.planner import PlannerConfig, TierConfig
+from kvtier.store import SharedTier, StoreTier, TieredStoreConfig, TierWatch, open_store
+from kvtier.tiers.memory import MemoryConfig, MemoryTier
 from kvtier.types import Tier
 from kvtier_services.store.config import PeersSection
 from tests.harness.waiting import eventually_async
@@ -94,3 +99,27 @@ async def test_where_blocks_of_this_node_are_is_said_without_asking_an_index(
         found = await nodes.stores["a"].store.contains(names(1, 2), soon(), SharedTier.ASK)
         assert found == [{Tier.DRAM}] * 2
         assert nodes.metric("a", "kvtier_store_peer_questions_total") == 0
+
+
+class Patience(MemoryTier):
+    """Other nodes' blocks; notes how long it may take to say where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryConfig(1 << 20, Tier.PEER))
+        self.given_s: list[float] = []
+
+    async def contains(self, names: Sequence[FrameName], deadline_s: float) -> list[bool]:
+        self.given_s.append(deadline_s - time.monotonic())
+        return await super().contains(names, deadline_s)
+
+
+async def test_who_has_time_waits_longer_to_hear_of_other_nodes() -> None:
+    watch, peers = TierWatch(), Patience()
+    dram = MemoryTier(MemoryConfig(1 << 20, Tier.DRAM), observer=watch)
+    planner = PlannerConfig(tuple(TierConfig(tier, 1 << 20) for tier in (Tier.DRAM, Tier.PEER)))
+    tiers = [StoreTier(dram), StoreTier(peers)]
+    async with open_store(TieredStoreConfig(planner), tiers, watch) as store:
+        for seconds in (1000.0, 0.05):
+            await store.contains(names(1), time.monotonic() + seconds, SharedTier.ASK)
+    assert 50 < peers.given_s[0] <= 100
+    assert peers.given_s[1] <= 0.01

@@ -11,13 +11,16 @@ import aiohttp
 import pytest
 
 from kvtier.client.store import BlockStoreClient, SharedMemory, StoreClientConfig
-from kvtier.config import load
+from kvtier.config import Secret, load
 from kvtier.core.planner import WritePolicy
 from kvtier.errors import ConfigError
 from kvtier.sections import DialConfig, ListenConfig, TlsConfig
 from kvtier.security import certs
 from kvtier.security.roles import new_principal
-from kvtier.types import Fingerprint, InstanceId, PrefixKey, ScopeId
+from kvtier.types import Fingerprint, InstanceId, PrefixKey, ScopeId, Tier
+from kvtier_services.index.config import IndexConfig
+from kvtier_services.index.main import serve as serve_index
+from kvtier_services.store.config import RedisSection
 from kvtier_services.worker.config import (
     CacheSection,
     FakeSection,
@@ -31,8 +34,12 @@ from kvtier_services.worker.l2.heat import NO_BLOCK_BEFORE, HotBlock, HotSet
 from kvtier_services.worker.l2.hot_record import page_name
 from kvtier_services.worker.l2.shelf import PLACES_COUNT, HotSetShelf
 from kvtier_services.worker.main import serve
+from tests.harness.processes import ProcessRunner
+from tests.harness.valkey import requires_valkey, start_valkey
 from tests.harness.waiting import eventually_async
+from tests.support.peer_stores import some_nodes
 from tests.support.store_service import a_store, small_store
+from tests.tiers.contract import soon
 
 pytestmark = pytest.mark.timeout(120)
 NAMESPACE = Fingerprint(b"\x05" * 32)
@@ -174,6 +181,59 @@ async def test_a_successor_serves_its_first_request_from_its_own_memory(tmp_path
             assert await asked(f"http://127.0.0.1:{second.port}") == {"gpu": 288}
 
 
+async def test_a_successor_on_another_node_finds_the_hot_set_at_its_predecessors_store(
+    tmp_path: Path,
+) -> None:
+    async with some_nodes(tmp_path, "a", "b") as nodes:
+        near, far = (
+            replace(WORKER, instance=f"w-{name}", store=DialConfig(targets=(f"unix:{one.socket}",)))
+            for name, one in nodes.stores.items()
+        )
+        async with serve(near, io.StringIO()) as first:
+            assert await asked(f"http://127.0.0.1:{first.port}") == {}
+        left = first.leaving.left_blocks
+        assert left > 0
+
+        async def is_told() -> bool:  # all blocks, and the list
+            return len(nodes.held_by("a")) == left + 1
+
+        await eventually_async(is_told, 30, "the index knows what the first store has")
+        async with serve(far, io.StringIO()) as second:
+            assert second.core.prefetched.loaded == left
+            assert await asked(f"http://127.0.0.1:{second.port}") == {"gpu": 288}
+        assert nodes.fetched("b") >= left
+
+
+@requires_valkey
+async def test_a_successor_on_another_node_finds_the_hot_set_in_a_shared_redis(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    valkey = await asyncio.to_thread(start_valkey, processes)
+    shared = RedisSection(
+        url=Secret(valkey.url),
+        write_policy=WritePolicy.ON_SEAL,
+        touches_min=1,
+        deadline_ms=20_000,
+    )
+    configs = [
+        small_store(tmp_path / name, instance=name, node=name, redis=shared) for name in "ab"
+    ]
+    async with a_store(configs[0]) as (one, _), a_store(configs[1]) as (other, _):
+        near, far = (
+            replace(WORKER, instance=f"w-{at}", store=DialConfig(targets=(f"unix:{store.socket}",)))
+            for at, store in enumerate((one, other))
+        )
+        async with serve(near, io.StringIO()) as first:
+            assert await asked(f"http://127.0.0.1:{first.port}") == {}
+        left = first.leaving.left_blocks
+        assert left > 0
+        assert await one.store.settled(soon())
+        async with serve(far, io.StringIO()) as second:
+            assert second.core.prefetched.loaded == left
+            assert await asked(f"http://127.0.0.1:{second.port}") == {"gpu": 288}
+        assert other.store.stats().counts.fetched[Tier.REDIS] >= left
+
+
 async def test_a_worker_that_is_told_not_to_hand_over_leaves_and_takes_nothing(
     tmp_path: Path,
 ) -> None:
@@ -270,6 +330,27 @@ def test_a_worker_that_cannot_be_asked_is_a_failed_hook(
 ) -> None:
     assert drain_command([url]) == 1
     assert url in capsys.readouterr().err
+
+
+async def test_a_worker_with_tls_tells_the_fleet_an_https_address(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    certs.init(folder)
+    cert, key = certs.issue_into(folder, new_principal("w0", "worker"), ["127.0.0.1"])
+    config = IndexConfig(listen=ListenConfig(bind="127.0.0.1:0"), drain_ms_max=0)
+    async with serve_index(config, io.StringIO()) as index:
+        told = DialConfig(targets=(f"127.0.0.1:{index.port}",))
+        listen = ListenConfig(bind="127.0.0.1:0", tls=TlsConfig(cert, key))
+        for secured in (WORKER, replace(WORKER, listen=listen)):
+            async with serve(replace(secured, index=told), io.StringIO()) as running:
+
+                async def is_known(port: int = running.port) -> str:
+                    records = index.state.fleet.records()
+                    urls = [one.info.addresses.http for one in records]
+                    return next((url for url in urls if url.endswith(f":{port}")), "")
+
+                url = await eventually_async(is_known, 30, "the index knows the worker")
+                scheme = "" if secured is WORKER else "https://"
+                assert url == f"{scheme}127.0.0.1:{running.port}"
 
 
 # Settings

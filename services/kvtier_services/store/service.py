@@ -131,7 +131,9 @@ class StoreService:
         try:
             names = blocks.names_from(request.names)
             shared = SharedTier.ASK if request.shared else SharedTier.SKIP
-            found = await self._parts.store.contains(names, self._parts.clock() + IDLE_S, shared)
+            left_s = context.time_remaining()
+            end_s = self._parts.clock() + (IDLE_S if left_s is None else min(left_s, IDLE_S))
+            found = await self._parts.store.contains(names, end_s, shared)
         except KvtierError as error:
             await refuse(context, error)
         masks = bytes(blocks.tier_mask(tiers) for tiers in found)
