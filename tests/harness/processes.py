@@ -208,9 +208,11 @@ class Process:
         self._end_expected = True
         return status
 
-    def restart(self) -> None:
-        """Kill what is left of it and start it again on the same command; wait until ready."""
+    def restart(self, launch: Launch | None = None) -> None:
+        """Kill what is left of it and start it again, on the same command or on another one in its
+        place; wait until ready."""
         self.end()
+        self.launch = launch or self.launch
         self.spawn()
         self.wait_ready()
 

@@ -253,6 +253,21 @@ async def fleet_view(channel: grpc.aio.Channel) -> dict[str, HolderView]:
 
 async def ranks_view(channel: grpc.aio.Channel) -> dict[tuple[str, int], HolderView]:
     """(Instance, dp rank) -> holder, read over `Snapshot` without following."""
+    return {
+        (holder.hello.instance, holder.hello.dp_rank): HolderView(
+            epoch=holder.hello.epoch,
+            hidden=holder.hidden,
+            trust=holder.trust,
+            reason=holder.degraded_reason,
+            age_ms=holder.age_ms,
+            shards=shards,
+        )
+        for holder, shards in await holders_of(channel)
+    }
+
+
+async def holders_of(channel: grpc.aio.Channel) -> list[tuple[pb.Holder, dict[int, Copies]]]:
+    """Every holder as the index describes it, and what it has by shard, read over `Snapshot`."""
     described: dict[int, pb.Holder] = {}
     found: dict[int, dict[int, dict[Tier, list[U64]]]] = {}
     is_complete = False
@@ -271,17 +286,10 @@ async def ranks_view(channel: grpc.aio.Channel) -> dict[tuple[str, int], HolderV
             case "complete":
                 is_complete = True
     assert is_complete, "the snapshot ended early"
-    return {
-        (holder.hello.instance, holder.hello.dp_rank): HolderView(
-            epoch=holder.hello.epoch,
-            hidden=holder.hidden,
-            trust=holder.trust,
-            reason=holder.degraded_reason,
-            age_ms=holder.age_ms,
-            shards={shard: _sorted(tiers) for shard, tiers in found[number].items()},
-        )
+    return [
+        (holder, {shard: _sorted(tiers) for shard, tiers in found[number].items()})
         for number, holder in described.items()
-    }
+    ]
 
 
 def _gather(tiers: dict[Tier, list[U64]], message: pb.Batch) -> None:

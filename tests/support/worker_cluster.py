@@ -175,12 +175,13 @@ def prompt_of(number: int, count: int) -> list[int]:
 class Expected:
     """What a worker with its cache off would answer."""
 
+    token_bytes: int = TOKEN_BYTES
     _known: dict[tuple[tuple[int, ...], int], str] = field(default_factory=dict)
 
     def text(self, prompt: Sequence[int], count: int) -> str:
         key = (tuple(prompt), count)
         if key not in self._known:
-            geometry = one_group(4, 1, TOKEN_BYTES // 32, KvDtype.FLOAT32, BLOCK_TOKENS)
+            geometry = one_group(4, 1, self.token_bytes // 32, KvDtype.FLOAT32, BLOCK_TOKENS)
             runner = FakeModel(geometry, FakeTerms(context_tokens=131_072))
             rig = Rig(runner, RigTerms(step_tokens_max=4096, blocks=80))
             self._known[key] = "".join(map(chr, rig.generate(prompt, count).tokens))
