@@ -17,15 +17,21 @@ import yaml
 from kvtier.config import Root
 from kvtier.engines.vllm.settings import Settings, settings_from
 from kvtier.local.vllm.commands import command as vllm_command
+from kvtier.security.endpoints import check_listen
+from kvtier.security.roles import from_uri
+from kvtier.types import InstanceId
 from kvtier_router.config import RouterConfig
+from kvtier_router.config import check_listen as check_router
 from kvtier_router.metrics import DEFINITIONS as ROUTER
 from kvtier_services.bridge.config import TOLD, BridgeConfig
 from kvtier_services.index.config import IndexConfig
 from kvtier_services.store.config import StoreConfig
+from kvtier_services.store.main import reachable
 from kvtier_services.worker.config import WorkerConfig
 from kvtier_services.worker.draining import drain_command
 from tests.support.manifest_configs import (
     FIELDS,
+    SECRETS,
     config_of,
     in_memory,
     needs,
@@ -50,14 +56,21 @@ pytestmark = pytest.mark.skipif(
     KUBECTL is None, reason="kubectl with kustomize 5 is not installed: nothing renders k8s/"
 )
 
-OVERLAYS = ("overlays/dev", "overlays/vllm")
+OVERLAYS = ("overlays/dev", "overlays/vllm", "overlays/production")
 VERSIONS = ("1.30", "1.34")
 """Of Kubernetes: the oldest that k8s/ is meant for, and a newer one."""
 OUR_USER = 10_001
 PAGE = K8S.parent / "docs" / "kubernetes.md"
 STORE_SOCKET = "unix:/run/kvtier/store/store.sock"
 SOCKETS = "/run/kvtier/engine/sockets"
-CUSTOM: dict[str, frozenset[str]] = {}
+CUSTOM = {
+    "Issuer": {"selfSigned", "ca"},
+    "Certificate": {
+        "commonName", "dnsNames", "duration", "isCA", "issuerRef", "privateKey", "renewBefore",
+        "secretName", "uris", "usages",
+    },
+    "ServiceMonitor": {"endpoints", "jobLabel", "selector"},
+}  # fmt: skip
 """Kinds that have no schema in the API, each with the fields of its spec that are in use here."""
 
 
@@ -113,6 +126,7 @@ def test_every_folder_of_k8s_is_rendered_by_a_test() -> None:
 def test_objects_refer_only_to_what_there_is(overlay: Overlay) -> None:
     accounts = {one["metadata"]["name"] for one in overlay.of_kind("ServiceAccount")}
     services = {one["metadata"]["name"] for one in overlay.of_kind("Service")}
+    made = {one["spec"]["secretName"] for one in overlay.of_kind("Certificate")}
     for workload in overlay.workloads:
         assert workload.pod["serviceAccountName"] in accounts
         if workload.kind == "StatefulSet":
@@ -123,6 +137,8 @@ def test_objects_refer_only_to_what_there_is(overlay: Overlay) -> None:
         for volume in workload.pod.get("volumes", ()):
             if "configMap" in volume:
                 overlay.named("ConfigMap", volume["configMap"]["name"])
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in {*made, *SECRETS}
     labels = [workload.labels for workload in overlay.workloads]
     for kind in ("Service", "PodDisruptionBudget"):
         for one in overlay.of_kind(kind):
@@ -369,9 +385,9 @@ def connector_of(workload: Workload, container: Object) -> Settings:
     return settings_from(transfer["kv_connector_extra_config"])
 
 
-@pytest.fixture
-def engine() -> Overlay:
-    return rendered("overlays/vllm")
+@pytest.fixture(params=["overlays/vllm", "overlays/production"])
+def engine(request: pytest.FixtureRequest) -> Overlay:
+    return rendered(request.param)
 
 
 def test_vllm_has_every_flag_that_kvtier_prints_and_no_other_for_kvtier(
@@ -444,6 +460,86 @@ def test_vllm_asks_for_a_gpu_and_stores_stand_where_gpus_are(engine: Overlay) ->
         tolerated = [one["key"] for one in engine.workload(name).pod["tolerations"]]
         assert tolerated == ["nvidia.com/gpu"]
     assert engine.workload("kvtier-store").pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+
+
+# ---- production
+
+
+@pytest.fixture
+def production() -> Overlay:
+    return rendered("overlays/production")
+
+
+def test_nothing_in_production_is_open_but_pages_of_metrics(
+    production: Overlay, tmp_path: Path
+) -> None:
+    for workload, container in ours(production):
+        config = told(workload, container, tmp_path / workload.name / container["name"])
+        text = "".join(text for _, text in workload.files(container))
+        assert not re.search(r"^insecure", text, re.MULTILINE)
+        match config:
+            case IndexConfig() | StoreConfig():
+                check_listen(config.listen)
+                assert config.listen.tls is not None
+                assert config.listen.tls.ca_file is not None
+            case RouterConfig():
+                check_router(config)
+                assert config.upstream.bearer is not None
+        if not isinstance(config, IndexConfig):
+            assert isinstance(config, StoreConfig | RouterConfig | BridgeConfig)
+            assert config.index.tls is not None
+            assert config.index.tls.cert_file is not None
+
+
+def test_certificates_carry_the_role_of_who_has_them_and_the_names_they_are_called_by(
+    production: Overlay, tmp_path: Path
+) -> None:
+    certificates = {
+        one["spec"]["secretName"]: one["spec"] for one in production.of_kind("Certificate")
+    }
+    for workload, container in ours(production):
+        service = service_of(container)
+        (mounted,) = [
+            volume["secret"]["secretName"]
+            for mount in container["volumeMounts"]
+            if mount["name"] == "tls" and "secret" in (volume := workload.volume("tls"))
+        ]
+        (uri,) = certificates[mounted]["uris"]
+        principal = from_uri(uri)
+        assert principal.role == service
+        config = told(workload, container, tmp_path / workload.name / container["name"])
+        if isinstance(config, StoreConfig):
+            assert principal.may_publish_as(InstanceId("any-node"))
+            address = reachable(config, 7720)
+            assert address == "10-1-2-3.kvtier-store.kvtier.svc:7720"
+            (pattern,) = certificates[mounted]["dnsNames"]
+            assert pattern.removeprefix("*") == address.removeprefix("10-1-2-3")[:-5]
+        if isinstance(config, BridgeConfig):
+            assert principal.may_publish_as(InstanceId(f"{workload.name}-6f-abc"))
+            assert not principal.may_publish_as(InstanceId("another"))
+        if not isinstance(config, IndexConfig):
+            assert isinstance(config, StoreConfig | RouterConfig | BridgeConfig)
+            hosts = [target.rpartition(":")[0] for target in config.index.targets]
+            assert sorted(hosts) == sorted(certificates["kvtier-index-tls"]["dnsNames"])
+
+
+def test_monitors_scrape_every_service_under_the_name_that_the_rules_know(
+    production: Overlay,
+) -> None:
+    scraped = yaml.safe_load((K8S.parent / "deploy" / "prometheus.yml").read_text())
+    known = {job["job_name"] for job in scraped["scrape_configs"]}
+    services = production.of_kind("Service")
+    jobs = set()
+    for monitor in production.of_kind("ServiceMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        (found,) = [one for one in services if wanted <= one["metadata"]["labels"].items()]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in [port["name"] for port in found["spec"]["ports"]]
+        relabelled = [one["replacement"] for one in endpoint.get("relabelings", ())]
+        label = monitor["spec"].get("jobLabel", "")
+        jobs.add(relabelled[0] if relabelled else found["metadata"]["labels"][label])
+    assert jobs == {"kvtier-index", "kvtier-store", "kvtier-router", "kvtier-bridge"}
+    assert jobs == known - {"kvtier-worker"}
 
 
 # ---- what docs/kubernetes.md says

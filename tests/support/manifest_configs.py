@@ -5,6 +5,7 @@ What must not live here: processes.
 """
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +33,18 @@ FIELDS = {
     "spec.nodeName": "node-1",
 }
 """Of the downward API, where no pod is there."""
+KEY = "kvtier_test_key_0123456789"
+SECRETS: dict[str, dict[str, bytes]] = {
+    "kvtier-router": {
+        "cluster_secret": b"a secret of at least sixteen bytes",
+        "keys.toml": (
+            f'[[tenant]]\nid = "team"\n[[tenant.key]]\n'
+            f'sha256 = "{sha256(KEY.encode()).hexdigest()}"\n'
+        ).encode(),
+    },
+    "kvtier-engine": {"api_key": b"the key of the engines"},
+}
+"""What an operator makes by hand."""
 _PROCESS = 256 * MIB
 """Python, gRPC, and what a process is beside what it is told."""
 _TORCH = 768 * MIB
@@ -58,9 +71,18 @@ def told(
     """
     variables = workload.environment(container, fields)
     words = argv_of(container, variables)
+    kept = {}
+    for mount, content in workload.secret_files(container, SECRETS):
+        place = folder / mount.lstrip("/")
+        place.mkdir(parents=True, exist_ok=True)
+        kept[mount] = str(place)
+        for name, data in content.items():
+            (place / name).write_bytes(data)
     for path, text in workload.files(container):
         there = folder / path.lstrip("/")
         there.parent.mkdir(parents=True, exist_ok=True)
+        for mount, place_text in kept.items():
+            text = text.replace(f"{mount}/", f"{place_text}/")
         there.write_text(text, encoding="utf-8")
         words = [word.replace(path, str(there)) for word in words]
     service = service_of(container)

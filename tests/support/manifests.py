@@ -131,6 +131,15 @@ class Workload:
             for name, text in data.items():
                 yield f"{mount['mountPath']}/{name}", text
 
+    def secret_files(
+        self, container: Object, secrets: Mapping[str, Mapping[str, bytes]]
+    ) -> Iterator[tuple[str, Mapping[str, bytes]]]:
+        """Where a container mounts those of `secrets`, and their files."""
+        for mount in container.get("volumeMounts", ()):
+            name = self.volume(mount["name"]).get("secret", {}).get("secretName")
+            if name in secrets:
+                yield mount["mountPath"], secrets[name]
+
     def environment(self, container: Object, fields: Mapping[str, str]) -> dict[str, str]:
         """Variables as the kubelet makes them; `fields` are those of the downward API."""
         found: dict[str, str] = {}

@@ -221,6 +221,9 @@ class StoreConfig(Root):
     """Name of the machine, as its workers say it; not set: the host's name."""
     zone: str = ""
     """Failure or network zone, for routers."""
+    advertise: str = ""
+    """Host to tell other stores; not set: that of listen.bind, or the host's name. `{dashes}` in it
+    is the address of listen.bind with dashes, as Kubernetes names an endpoint."""
     index: DialConfig = field(default_factory=DialConfig)
     """Index replicas to tell what this store holds; none: nobody is told."""
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import sys
@@ -185,12 +186,12 @@ async def serve(
         opened.metrics.pull(table.TRIALS_FAILED, lambda: [((), health.failures_count)])
         table.read_peers(opened.metrics, peers)
         table.read_service(opened.metrics, arena_server.stats, [tcp.guard, local.guard])
-        identity = replace(identity, grpc_address=_reachable(config.listen.bind, tcp.port))
+        identity = replace(identity, grpc_address=reachable(config, tcp.port))
         bulk_port = 0
         if config.bulk.enabled and identity.grpc_address:
             bulk = served_bulk(config.listen, config.bulk.port, POLICY, parts)
             bulk_port = await stack.enter_async_context(bulk)
-            told = _reachable(config.listen.bind, bulk_port)
+            told = reachable(config, bulk_port)
             identity = replace(identity, bulk_address=told)
         announcer.name(identity)
         stack.push_async_callback(_cancelled, asyncio.create_task(_keep_time(reservations)))
@@ -350,12 +351,15 @@ def _private_files() -> Iterator[None]:
         os.umask(mask)
 
 
-def _reachable(bind: str, port: int) -> str:
-    """The address to tell others; empty where they cannot reach it."""
+def reachable(config: StoreConfig, port: int) -> str:
+    """The address to tell others; empty where they cannot reach it. Asks the host for its name."""
+    bind = config.listen.bind
     if bind.startswith("unix:"):
         return ""
     host = bind.rpartition(":")[0]
-    if host in {"0.0.0.0", "[::]"}:  # noqa: S104 (compared, not bound)
+    if config.advertise:
+        host = config.advertise.replace("{dashes}", re.sub(r"[.:]", "-", host.strip("[]")))
+    elif host in {"0.0.0.0", "[::]"}:  # noqa: S104 (compared, not bound)
         host = socket.gethostname()
     return f"{host}:{port}"
 

@@ -27,7 +27,6 @@ from kvtier.types import InstanceId, NodeId
 from kvtier_services.worker import metrics as table
 from kvtier_services.worker.config import OffloadSection, WorkerConfig
 from kvtier_services.worker.core import Below, CoreTerms, EngineCore
-from kvtier_services.worker.draining import drain_command
 from kvtier_services.worker.engine import Observers, WorkerEngine
 from kvtier_services.worker.http.access import CONTROLLERS, admit_by
 from kvtier_services.worker.http.app import Surroundings, create_app, create_runner
@@ -261,9 +260,7 @@ async def run(config: WorkerConfig) -> None:
 
 
 def command(argv: list[str]) -> int:
-    """Entry point of `kvtier worker`, and of `kvtier worker drain URL`."""
-    if argv[:1] == ["drain"]:
-        return drain_command(argv[1:])
+    """`kvtier worker` but for `drain` (entry.py)."""
     loaded = load(WorkerConfig, [_spelled_out(argument) for argument in argv])
     if loaded.print_only:
         sys.stdout.write(describe(loaded))
