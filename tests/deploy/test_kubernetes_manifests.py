@@ -7,6 +7,8 @@ import argparse
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from kvtier_services.store.config import StoreConfig
 from kvtier_services.store.main import reachable
 from kvtier_services.worker.config import WorkerConfig
 from kvtier_services.worker.draining import drain_command
+from tests.harness.ports import free_port
 from tests.support.manifest_configs import (
     FIELDS,
     SECRETS,
@@ -460,6 +463,16 @@ def test_vllm_asks_for_a_gpu_and_stores_stand_where_gpus_are(engine: Overlay) ->
         tolerated = [one["key"] for one in engine.workload(name).pod["tolerations"]]
         assert tolerated == ["nvidia.com/gpu"]
     assert engine.workload("kvtier-store").pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+
+
+@pytest.mark.parametrize(("script", "status"), [("probe.py", 1), ("drain.py", 0)])
+def test_an_engine_that_does_not_answer_fails_its_probe_and_holds_up_no_end(
+    script: str, status: int
+) -> None:
+    path = K8S / "overlays" / "vllm" / "scripts" / script
+    argv = [sys.executable, str(path), f"http://127.0.0.1:{free_port()}", "1"]
+    ended = subprocess.run(argv, capture_output=True, timeout=60, check=False)
+    assert ended.returncode == status
 
 
 # ---- production

@@ -42,7 +42,7 @@ SECRETS: dict[str, dict[str, bytes]] = {
             f'sha256 = "{sha256(KEY.encode()).hexdigest()}"\n'
         ).encode(),
     },
-    "kvtier-engine": {"api_key": b"the key of the engines"},
+    "kvtier-engine": {"api_key": b"engines_key_0123456789"},
 }
 """What an operator makes by hand."""
 _PROCESS = 256 * MIB

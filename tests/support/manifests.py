@@ -140,7 +140,12 @@ class Workload:
             if name in secrets:
                 yield mount["mountPath"], secrets[name]
 
-    def environment(self, container: Object, fields: Mapping[str, str]) -> dict[str, str]:
+    def environment(
+        self,
+        container: Object,
+        fields: Mapping[str, str],
+        secrets: Mapping[str, Mapping[str, bytes]] | None = None,
+    ) -> dict[str, str]:
         """Variables as the kubelet makes them; `fields` are those of the downward API."""
         found: dict[str, str] = {}
         for one in container.get("env", ()):
@@ -155,7 +160,9 @@ class Workload:
                 data = self.overlay.named("ConfigMap", reference["name"])["data"]
                 found[one["name"]] = data[reference["key"]]
             else:
-                found[one["name"]] = f"secret {source['secretKeyRef']['key']}"
+                reference = source["secretKeyRef"]
+                content = (secrets or {}).get(reference["name"], {})
+                found[one["name"]] = content.get(reference["key"], b"secret").decode()
         return found
 
 

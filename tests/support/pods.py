@@ -8,13 +8,17 @@ probes, hooks. These substitutions are made, and no others:
   `127.0.0.1` and `localhost` are that address, a service's or pod's DNS name is a pod's address;
 - a volume's mount path is a folder below the test's: one a node for hostPath, one a pod for
   emptyDir, files of their own for ConfigMaps and Secrets;
+- a claimed volume is a folder that the test fills (`claims/NAME` in the site's root);
 - the user 10001 is the one who runs the test;
+- vLLM is a process that stands for it (`fake_pod_vllm`);
+- certificates are issued to whom the Certificates name, for the pods' addresses as well;
 - what the test adds to the environment of a service (`Terms.added`), for sizes that this machine
-  does not have.
+  does not have, and fewer replicas (`Terms.replicas`).
 
 What must not live here: what a test expects.
 """
 
+import datetime
 import http.client
 import os
 import re
@@ -31,12 +35,16 @@ from typing import Any
 
 import psutil
 
+from kvtier.security.certs import Issued, Validity, issue, new_authority
+from kvtier.security.roles import from_uri
 from tests.harness.processes import (
+    REPOSITORY,
     Launch,
     Process,
     ProcessRunner,
     clean_environment,
     kvtier_command,
+    python_module,
 )
 from tests.harness.readiness import grpc_ready
 from tests.harness.waiting import eventually
@@ -45,9 +53,10 @@ from tests.support.manifests import Object, Overlay, Workload, argv_of, port_of
 
 NODES = ("n0", "n1")
 _USER = "10001"
+_BY_DASHES = "{dashes}.kvtier-store.kvtier.svc"
 _SUFFIXES = ("", ".kvtier", ".kvtier.svc", ".kvtier.svc.cluster.local")
 _EXEC_S = 90.0
-_START_S = 120.0
+_START_S = 180.0
 _LOOPBACK = re.compile(r"\b(?:0\.0\.0\.0|127\.0\.0\.1|localhost)(?=:\d|\b)")
 
 
@@ -103,10 +112,14 @@ class Site:
     pods: list[Pod] = field(default_factory=list)
     seen: set[tuple[str, str, int]] = field(default_factory=set)
     """Connections that `look` has found."""
+    authority: Issued | None = None
+    """Who has signed the certificates, where there are any."""
 
     def __post_init__(self) -> None:
         for workload in self.overlay.workloads:
-            count = len(NODES) if workload.kind == "DaemonSet" else workload.replicas
+            count = min(workload.replicas, self.terms.replicas)
+            if workload.kind == "DaemonSet":
+                count = len(NODES)
             for number in range(count):
                 name = f"{workload.name}-{number}"
                 self.pods.append(
@@ -154,19 +167,22 @@ class Site:
 
     def argv(self, pod: Pod, container: Object) -> Sequence[str]:
         """Its command as this machine runs it."""
-        variables = pod.workload.environment(container, pod.fields)
+        variables = pod.workload.environment(container, pod.fields, self.terms.secrets)
         words = [self.here(pod, container, word) for word in argv_of(container, variables)]
         return self._found(words)
 
     def environment(self, pod: Pod, container: Object) -> dict[str, str]:
         """Its variables as this machine sets them."""
-        variables = pod.workload.environment(container, pod.fields)
+        variables = pod.workload.environment(container, pod.fields, self.terms.secrets)
         told = {name: self.here(pod, container, text) for name, text in variables.items()}
-        return told | dict(self.terms.added.get(service_of(container) or container["name"], {}))
+        added = dict(self.terms.added.get(service_of(container) or container["name"], {}))
+        return told | added | {"PYTHONPATH": str(REPOSITORY)}
 
     def _found(self, words: Sequence[str]) -> Sequence[str]:
         if words[0] == "kvtier":
             return kvtier_command(*words[1:])
+        if words[0] == "vllm":
+            return python_module("tests.support.fake_pod_vllm", *words[1:])
         program = shutil.which(words[0])
         assert program is not None, words[0]
         return (program, *words[1:])
@@ -192,6 +208,7 @@ class Site:
             paths = "|".join(map(re.escape, sorted(places, key=len, reverse=True)))
             found = rf"(?<![\w.-])({paths})(?![\w.-])"
             text = re.sub(found, lambda match: str(places[match[1]]), text)
+        text = text.replace(_BY_DASHES, pod.address)
         for name, address in self._names.items():
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", address, text)
         text = _LOOPBACK.sub(pod.address, text)
@@ -216,6 +233,8 @@ class Site:
                 place = pod.folder / container["name"] / mount["name"]
                 if "emptyDir" in volume:
                     place = pod.folder / mount["name"]
+                if "persistentVolumeClaim" in volume:
+                    place = self.root / "claims" / volume["persistentVolumeClaim"]["claimName"]
             found[path] = place
             if not place.exists():
                 place.mkdir(parents=True)
@@ -229,9 +248,25 @@ class Site:
             for name, text in data.items():
                 (place / name).write_text(self.here(pod, container, text), encoding="utf-8")
         if "secret" in volume:
-            for name, content in self.terms.secrets[volume["secret"]["secretName"]].items():
+            wanted = volume["secret"]["secretName"]
+            content_of = self.terms.secrets.get(wanted) or self._issued(wanted)
+            for name, content in content_of.items():
                 (place / name).write_bytes(content)
                 (place / name).chmod(0o400)
+
+    def _issued(self, secret_name: str) -> dict[str, bytes]:
+        """What cert-manager would put into a Secret."""
+        (spec,) = [
+            one["spec"]
+            for one in self.overlay.of_kind("Certificate")
+            if one["spec"]["secretName"] == secret_name
+        ]
+        if self.authority is None:
+            self.authority = new_authority(Validity(_now(), 30))
+        hosts = [*spec["dnsNames"], *(pod.address for pod in self.pods)]
+        (uri,) = spec["uris"]
+        made = issue(self.authority, from_uri(uri), hosts, Validity(_now(), 10))
+        return {"tls.crt": made.cert, "tls.key": made.key, "ca.crt": self.authority.cert}
 
     # Probes and hooks
 
@@ -265,17 +300,22 @@ class Site:
         return ended.returncode == 0
 
     def end(self, pod: Pod) -> dict[str, int]:
-        """End a pod as a kubelet does: preStop, then SIGTERM, of every container.
+        """End a pod as a kubelet does: preStop, then SIGTERM, each container by itself.
 
         Returns their exit statuses; fails where one takes longer than the grace period.
         """
-        for container in pod.workload.containers:
-            hook = container.get("lifecycle", {}).get("preStop", {})
-            if "exec" in hook:
-                words = [self.here(pod, container, word) for word in hook["exec"]["command"]]
-                self._run(pod, container, words)
-        for process in pod.processes.values():
-            process.terminate()
+        hooks = {
+            container["name"]: container["lifecycle"]["preStop"]["exec"]["command"]
+            for container in pod.workload.containers
+            if "lifecycle" in container
+        }
+        for name, process in pod.processes.items():
+            if name not in hooks:
+                process.terminate()
+        for name, command in hooks.items():
+            container = pod.container(name)
+            self._run(pod, container, [self.here(pod, container, word) for word in command])
+            pod.processes[name].terminate()
         grace_s = float(pod.workload.pod["terminationGracePeriodSeconds"])
         return {name: process.wait(grace_s) for name, process in pod.processes.items()}
 
@@ -298,6 +338,10 @@ class Site:
     def resident_bytes(self, pod: Pod, name: str) -> int:
         """What a container's processes have in memory now."""
         return pod.processes[name].session_usage().rss_bytes
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
 
 
 def _connections(process: Process) -> list[Any]:
@@ -334,7 +378,9 @@ class Terms:
     added: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Variables by service (`store`): sizes of this machine."""
     secrets: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
-    """Files by name of a Secret."""
+    """Files by name of a Secret, beside those of Certificates."""
+    replicas: int = 1 << 10
+    """Pods of a workload at most."""
 
 
 @contextmanager
