@@ -278,7 +278,7 @@ async def test_a_bit_that_flips_anywhere_in_a_reply_never_gives_wrong_bytes(
                 # Of a warm connection, so that the reply is what is hit.
                 await holds(tier, name_of(1))
                 proxy.set(Direction.TO_CLIENT, Faults(flip_at=at))
-                (result,) = await tier.get_many([GetRequest(name_of(1))], within(0.3))
+                (result,) = await tier.get_many([GetRequest(name_of(1))], within(1.5))
                 assert proxy.counters(Direction.TO_CLIENT).bits_flipped == flipped + 1
                 proxy.heal()
                 assert not result.is_hit or bytes_of(result) == payload_of(1, 64)

@@ -67,7 +67,7 @@ async def test_connections_beyond_the_ceiling_are_told_so_and_closed() -> None:
 @pytest.mark.parametrize("sent", [b"G", b"GET /live HTTP/1.1\r\nhost:"])
 async def test_a_head_that_does_not_come_is_not_waited_for(before: bytes, sent: bytes) -> None:
     async with (
-        served(ScriptedEngine(), EndpointSettings(head_ms_max=100)) as it,
+        served(ScriptedEngine(), EndpointSettings(head_ms_max=500)) as it,
         opened(it.port) as silent,
         opened(it.port) as other,
     ):
@@ -89,7 +89,7 @@ async def test_a_long_answer_and_a_kept_connection_outlive_the_heads_deadline() 
     gate = asyncio.Event()
     engine = ScriptedEngine(lambda request: [gate, *says("ok")])
     async with (
-        served(engine, EndpointSettings(head_ms_max=50)) as it,
+        served(engine, EndpointSettings(head_ms_max=500)) as it,
         opened(it.port) as connection,
     ):
         await connection.send(post("/v1/completions", BODY))

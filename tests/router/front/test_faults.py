@@ -255,7 +255,7 @@ def test_a_client_that_leaves_before_the_first_byte_ends_its_generation(calm: Ri
 
 def test_a_header_that_drips_is_cut_while_others_are_served(rig: Rig) -> None:
     rig.start_workers(1)
-    rig.start_router("--header-ms-max=500")
+    rig.start_router("--header-ms-max=2000")
     slow = [rig.connect() for _ in range(20)]
     for client in slow:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
