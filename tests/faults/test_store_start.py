@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.harness.ports import free_port
-from tests.harness.processes import Launch, Process, ProcessRunner, kvtier_command
+from tests.harness.processes import Launch, ProcessRunner, kvtier_command
 from tests.harness.readiness import grpc_ready
 from tests.harness.toml_text import TomlValue
 from tests.support.store_cluster import MIB, SERVICE
@@ -23,12 +23,6 @@ def settings(directory: Path, **changed: TomlValue) -> dict[str, TomlValue]:
         "nvme": {"enabled": False},
         **changed,
     }
-
-
-def output_of(process: Process) -> list[str]:
-    """What a process wrote, without the harness's own line and grpc's own about the socket."""
-    lines = [line for line in process.log_text().splitlines() if not line.startswith("--- start")]
-    return [line for line in lines if "chttp2" not in line and "E1" not in line[:2]]
 
 
 async def test_a_store_that_cannot_start_ends_with_one_line_and_starts_once_it_can(
@@ -62,7 +56,8 @@ async def test_a_store_that_cannot_start_ends_with_one_line_and_starts_once_it_c
             ended.append((processes.spawn(launch), named))
         for process, named in ended:
             assert await asyncio.to_thread(process.wait, WAIT_S) == 1, process.log_text()
-            (line,) = [line for line in output_of(process) if line.startswith("kvtier store: ")]
+            lines = process.log_text().splitlines()
+            (line,) = [line for line in lines if line.startswith("kvtier store: ")]
             assert named in line
             assert "Traceback" not in process.log_text()
     argv = kvtier_command("store", "--config", str(processes.directory / "port.toml"))
