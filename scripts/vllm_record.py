@@ -35,7 +35,7 @@ CASES = {
     "partial": (flags.CACHING, "kv_load_failure_policy", "replay_endpoint", "topic"),
 }
 """What each lacks: flags, or keys of one."""
-START_S = 240.0
+START_S = 600.0
 KEPT = ("kv_transfer_config", "kv_events_config", "speculative_config")
 
 

@@ -20,9 +20,10 @@ BRIDGE_STOP_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig(Root):
-    """vLLM with kvtier's connector inside and its bridge beside it.
+    """`kvtier vllm serve MODEL [FLAGS]`: vLLM with kvtier's connector inside, its bridge beside it.
 
-    All other flags are passed on to vLLM; behind `--` everything is.
+    `--index` is short for `--index-targets`. All other flags are passed on to vLLM; behind `--`
+    everything is.
     """
 
     SECTION: ClassVar[str] = "vllm"
@@ -32,7 +33,8 @@ class VllmConfig(Root):
     python: Path | None = None
     """A Python with vLLM and kvtier[engine]; not set: the one that runs this."""
     store: str = ""
-    """host:port or unix:/path of this node's store; required."""
+    """host:port or unix:/path of this node's store; not set: where a `kvtier store` that was told
+    nothing has its socket."""
     store_instance: str = ""
     """Name of that store in the fleet; not set: the node's name."""
     index: DialConfig = field(default_factory=DialConfig)
