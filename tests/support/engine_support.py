@@ -54,6 +54,7 @@ _C = "tests/vllm/test_connector.py::test_"
 _I = "tests/vllm/test_isolation.py::test_"
 _N = "tests/vllm/test_isolation_names.py::test_"
 _B = "tests/vllm/test_bridge.py::test_"
+_F = "tests/vllm/test_fleet.py::test_"
 _E = "tests/engines/test_engine_events.py::test_"
 _R = "tests/engines/test_recorded_events.py::test_"
 _K = "tests/core/test_engine_keys.py::test_"
@@ -61,6 +62,7 @@ _LOADS = "loads what another server computed"
 _RESTART = "loads again after its restart"
 _APART = "another revision, dtype, block size or hash: no hit"
 _FAULTS = "store killed, frozen or corrupt: right answers"
+_TENANTS = "behind a router: tenants meet in no cache"
 _EVENTS = "its events are read"
 _HASHES = "its block hashes are recomputed"
 _SALTS = "salts and adapters are kept apart in its events"
@@ -96,6 +98,19 @@ CLAIMS = (
     Claim(
         "`kvtier up --engine vllm`",
         "tests/vllm/test_up.py::test_two_servers_answer_as_one_cluster_and_leave_no_process",
+    ),
+    Claim(
+        "behind a router: two hit what one with all their cache hits",
+        f"{_F}two_routed_servers_hit_what_one_with_all_their_cache_hits",
+    ),
+    Claim(
+        _TENANTS,
+        f"{_F}tenants_meet_in_no_cache_and_a_second_turn_is_predicted_and_hit",
+    ),
+    Claim(_TENANTS, f"{_F}a_clients_own_salt_keeps_its_requests_apart"),
+    Claim(
+        _TENANTS,
+        f"{_F}a_tenants_salt_at_the_server_itself_is_the_one_that_the_router_sends",
     ),
     Claim(
         _EVENTS,
