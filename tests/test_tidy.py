@@ -175,6 +175,7 @@ UNIMPORTED = {
     "kvtier.core.replay": "public: simulate a policy on a trace",
     "kvtier.engines.vllm.connector": "loaded by vLLM, by name",
     "kvtier.local.converting": "a process of its own, started by name",
+    "kvtier.local.vllm.offline": "public: programs that have vLLM inside call it",
 }
 """Modules that nothing of ours imports, each with the reason why it stands all the same."""
 
