@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.local import health
 from kvtier.local.health import command
 from kvtier.sections import ListenConfig, TlsConfig
 from kvtier.security.certs import Issued, Validity, issue, new_authority
@@ -24,6 +25,12 @@ from tests.harness.ports import free_port
 
 NAME = "index.fleet.example"
 """That nobody here can resolve."""
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy is not sick here."""
+    monkeypatch.setattr(health, "DEADLINE_S", 60.0)
 
 
 def certificate(folder: Path, authority: Issued, hosts: Sequence[str], name: str) -> TlsConfig:
