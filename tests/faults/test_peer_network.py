@@ -266,14 +266,19 @@ def test_a_drained_workers_hot_set_is_found_by_its_successor_on_another_node(
     assert first.worker.wait(60.0) == 0
     fleet.settle()  # the list is known, too
     before = fleet.store_metric(second, PEER_READ)
-    with fleet.another_worker("heir", second, HEIR_PORT):
-        assert fleet.worker_metric(second.node, PREFETCHED, HEIR_PORT) > 0
-        blocks = sum(len(one.prompt) // BLOCK_TOKENS for one in told)
-        assert fleet.store_metric(second, PEER_READ) - before >= blocks * BLOCK
-        for one in told:
-            (again,) = answered([fleet.ask_worker(second.node, one.prompt, HEIR_PORT)])
-            whole = (len(one.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-            assert again.cached == {"gpu": whole}
+    for _ in range(4):
+        with fleet.another_worker("heir", second, HEIR_PORT):
+            if not fleet.worker_metric(second.node, PREFETCHED, HEIR_PORT):
+                continue  # the index took longer than anybody waits for a hint
+            blocks = sum(len(one.prompt) // BLOCK_TOKENS for one in told)
+            assert fleet.store_metric(second, PEER_READ) - before >= blocks * BLOCK
+            for one in told:
+                (again,) = answered([fleet.ask_worker(second.node, one.prompt, HEIR_PORT)])
+                whole = (len(one.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+                assert again.cached == {"gpu": whole}
+            break
+    else:
+        raise AssertionError("no successor finds the hot set")
     fleet.again(first)
     fleet.settle()
 

@@ -356,6 +356,7 @@ class NodeFleet:
             "drain_ms_max": 1000,
             "listen": self._listen(node, "store", STORE_PORT),
             "bulk": {"port": BULK_PORT},
+            "peers": {"deadline_ms": 3_000, "ask_ms": 3_000},
             "index": index,
             "telemetry": {"metrics_bind": f"127.0.0.1:{METRICS_PORT}"},
             "dram": {"bytes_max": 96 * MIB, "slab_bytes": 4 * MIB, "blocks_max": 4096},
