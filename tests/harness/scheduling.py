@@ -11,8 +11,9 @@ from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 WAITING = frozenset(
     {
-        "bench", "bridge", "deploy", "faults", "front", "harness_tests", "local", "peers",
-        "services", "split", "telemetry", "ui", "versions", "vllm", "worker", "worker_http",
+        "batch", "bench", "bridge", "deploy", "faults", "front", "harness_tests", "local",
+        "peers", "ray", "services", "split", "telemetry", "ui", "versions", "vllm", "worker",
+        "worker_http",
     }
 )  # fmt: skip
 """Folders of tests most of whose time goes by in processes that they start."""
@@ -20,8 +21,11 @@ WAITING = frozenset(
 LONGEST = (
     "tests/versions/test_mixed_versions.py",
     "tests/services/test_rolling.py",
-    "tests/local/test_faults.py",
     "tests/local/test_demo.py",
+    "tests/local/test_faults.py",
+    "tests/deploy/test_kubernetes_pods.py",
+    "tests/batch/test_batch_run.py",
+    "tests/ray/test_ray_fleet.py",
     "tests/deploy/test_docker.py",
     "tests/split/test_split_requests.py",
     "tests/services/test_whole_path_tries.py",
