@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import ProcessRunner
+from tests.harness.toml_text import TomlTable
 from tests.harness.valkey import ValkeyOptions, command, requires_valkey, start_valkey
 from tests.harness.waiting import eventually
 from tests.support.local_cluster import (
+    PATIENT,
     START_S,
     LocalCluster,
     router_of,
@@ -23,7 +25,7 @@ from tests.support.worker_cluster import Expected, prompt_of
 
 pytestmark = [pytest.mark.timeout(300), requires_valkey]
 
-COLD = {"hot_set": {"prefetch_ms_max": 0}}
+COLD: TomlTable = {**PATIENT, "hot_set": {"prefetch_ms_max": 0}}
 """A worker that comes back asks for blocks when a request wants them."""
 STORE = {"nvme": {"enabled": False}, "redis": {"write_policy": "on_seal", "touches_min": 1}}
 PROMPT = prompt_of(5, 400)
@@ -66,6 +68,18 @@ def kill(cluster: LocalCluster, *names: str) -> None:
     eventually(mended, START_S, f"{names} are mended")
 
 
+def comes_from_redis(cluster: LocalCluster) -> None:
+    """Where a busy machine computed the prompt before it was loaded, it is tried again cold."""
+
+    def has_come() -> bool:
+        if redis_tokens(cluster) >= 200:
+            return True
+        kill(cluster, "store", "worker-1")
+        return False
+
+    eventually(has_come, 150, "the prompt comes from Redis")
+
+
 def test_an_embedded_redis_outlives_store_and_worker_and_is_mended_itself(
     processes: ProcessRunner, tmp_path: Path
 ) -> None:
@@ -83,7 +97,7 @@ def test_an_embedded_redis_outlives_store_and_worker_and_is_mended_itself(
     assert redis_tokens(cluster) == 0
     eventually(lambda: int(keys()[1:]) >= 24, 30, "the prompt's blocks are in Redis")
     kill(cluster, "store", "worker-1")
-    assert redis_tokens(cluster) >= 200
+    comes_from_redis(cluster)
     kill(cluster, "redis")
     assert redis_tokens(cluster) >= 0  # whatever was found, the answer was right
     assert Path(path.removeprefix("unix:")).stat().st_mode & 0o77 == 0
@@ -106,7 +120,7 @@ def test_a_redis_by_url_keeps_blocks_over_a_restart_and_its_password_is_not_told
     assert cluster.process.wait(60) == 0
     assert keys() >= 24
     again = start(processes, root, server.url, "again")
-    assert redis_tokens(again) >= 200
+    comes_from_redis(again)
     told = json.dumps(run_kvtier("status", "--json", "--data-dir", str(root)).stdout)
     logs = "".join(path.read_text() for path in (root / "logs").glob("*.log"))
     assert "hunter2" not in told + logs + again.process.log_text()

@@ -14,6 +14,7 @@ from kvtier.local.probes import http_answer
 from tests.harness.processes import ProcessRunner
 from tests.harness.waiting import eventually
 from tests.support.local_cluster import (
+    PATIENT,
     START_S,
     LocalCluster,
     living,
@@ -82,7 +83,7 @@ def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
     processes: ProcessRunner, tmp_path: Path
 ) -> None:
     root = tmp_path / "kvtier"
-    cluster = start_cluster(processes, root, workers=1)
+    cluster = start_cluster(processes, root, workers=1, worker=PATIENT)
     pids, url = cluster.pids, cluster.url
     prompt, expected = prompt_of(3, 400), Expected()
     assert asyncio.run(_one(cluster, prompt)).text == expected.text(prompt, 8)
@@ -94,7 +95,7 @@ def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
     assert run_kvtier("status", "--data-dir", str(root)).returncode == 3
     assert run_kvtier("down", "--data-dir", str(root)).returncode == 0
 
-    again = start_cluster(processes, root, "again", workers=1)
+    again = start_cluster(processes, root, "again", workers=1, worker=PATIENT)
     assert again.url == url
     found = asyncio.run(_one(again, prompt))
     assert found.text == expected.text(prompt, 8)
@@ -110,7 +111,7 @@ def test_ctrl_c_leaves_nothing_and_a_cluster_keeps_its_addresses_and_blocks(
     stopped = run_kvtier("down", "--data-dir", str(root))
     assert stopped.returncode == 0
     assert "no cluster runs" in stopped.stdout
-    third = start_cluster(processes, root, "third", workers=1)
+    third = start_cluster(processes, root, "third", workers=1, worker=PATIENT)
     assert third.url == url
     assert run_kvtier("down", "--data-dir", str(root)).returncode == 0
     assert third.process.wait(60) == 0

@@ -22,6 +22,11 @@ from tests.support.worker_cluster import WorkerProcess
 
 MIB = 1 << 20
 START_S = 120.0
+PATIENT: TomlTable = {
+    "offload": {"lookup_ms_max": 10_000},
+    "model": {"fake": {"prefill_tokens_per_s": 500.0, "step_ms": 0.0}},
+}
+"""A worker that waits for its store, however busy the machine: a load has as long as computing."""
 
 
 def cluster_table(
