@@ -118,6 +118,11 @@ async def serve(
         stickiness = Stickiness()
         relay_parts = _relay_parts(config, made, upstream, stickiness, clock)
         relay = Relay(relay_parts)
+        if not config.texts:
+            LOG.warning(
+                "no texts: prompts of text are routed by their letters, and hits of workers"
+                " can be predicted for prompts of token ids only"
+            )
         prompts = PromptReader(NamedTexts(load_texts(config)))
         parts = FrontParts(
             brain=brain,

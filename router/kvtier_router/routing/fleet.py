@@ -23,7 +23,7 @@ from kvtier.core.model_card import Adapter, ModelCard
 from kvtier.core.row_scoring import NO_ROW, RowGroup, Rows, RowScorer
 from kvtier.core.scoring import Fleet
 from kvtier.core.workers import HolderView, Load, WorkerName
-from kvtier.errors import NotFoundError
+from kvtier.errors import NotFoundError, UnavailableError
 from kvtier.replica import ReplicaLook
 from kvtier.types import HolderId, HolderKind, Role, Tier
 from kvtier_router.routing.config import NameRule, NameTarget, RoutingConfig, StaticWorker
@@ -32,6 +32,8 @@ from kvtier_router.routing.values import Target
 
 ORPHAN_S = 10.0
 """A worker that a new index has not met yet stays for so long: its publisher is on its way."""
+LEFT_S = 600.0
+"""A name that nobody serves any more is out of service for so long, and unknown only then."""
 STARTUP_S = 5.0
 """Who is met within so long of the first worker was there before this router."""
 RANKED_ENGINES = frozenset({"vllm", "sglang"})
@@ -166,6 +168,7 @@ class FleetView:
         self._seen_changes = -1
         self._first_at = inf
         self._orphans: dict[WorkerName, float] = {}
+        self._left_names: dict[str, float] = {}
         for worker in config.workers:
             self._add(_member_of_static(worker), -inf)
 
@@ -192,7 +195,9 @@ class FleetView:
             self._leave(self._by_holder.pop(holder), now)
 
     def tick(self, now: float) -> None:
-        """Let go of workers that a new index never met."""
+        """Let go of workers that a new index never met, and of names long out of service."""
+        for gone in [known for known, until in self._left_names.items() if until <= now]:
+            del self._left_names[gone]
         for name in [name for name, until in self._orphans.items() if until <= now]:
             del self._orphans[name]
             member = self._roster.find(name)
@@ -315,6 +320,9 @@ class FleetView:
             self._tables = {}
             return
         double = self._static_at.get(_place(member.address, member.name.dp_rank))
+        if len(self._left_names) < TABLES_COUNT_MAX:
+            names = (*member.card.served_names, *(one.name for one in member.card.adapters))
+            self._left_names.update(dict.fromkeys(names, now + LEFT_S))
         self._leave_for_good(member)
         if double is not None and self._roster.find(double) is None:
             self._add(_member_of_static(self._static[double]), now)
@@ -336,9 +344,11 @@ class FleetView:
         return tuple(sorted(name for name in found if self._find(name) is not None))
 
     def table(self, name: str) -> Table:
-        """The rows behind a name, remembered until the fleet changes. NotFoundError where nobody
-        serves it."""
+        """The rows behind a name, remembered until the fleet changes. UnavailableError where it
+        is configured, or all who served it have left lately; NotFoundError where nobody did."""
         table = self._find(name)
+        if table is None and (name in self._left_names or name in self._rules):
+            raise UnavailableError(f"no worker serves {name!r} now")
         if table is None:
             raise NotFoundError(f"model {name!r} is not served here")
         return table

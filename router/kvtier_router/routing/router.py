@@ -250,7 +250,7 @@ class Router:
         self._look()
         try:
             self._fleet.table(name)
-        except NotFoundError:
+        except (NotFoundError, UnavailableError):
             return False
         return True
 

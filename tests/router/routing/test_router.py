@@ -16,6 +16,7 @@ from kvtier.errors import ConfigError, NotFoundError, UnavailableError
 from kvtier.types import InstanceId, Role, Source, Trust
 from kvtier_router.routing import FailureKind, Policy, RouteAsk, RouteDecision, Router, Usage
 from kvtier_router.routing.config import NameRule, NameTarget, RoutingConfig, static_worker
+from kvtier_router.routing.fleet import LEFT_S
 from kvtier_router.routing.values import Delivery, Knowledge, PromptKind
 from tests.router.routing.bench import PROMPT, Bench, chain, name
 from tests.support.virtual_fleet import (
@@ -103,9 +104,19 @@ def test_unknown_names_and_an_empty_fleet_are_told_apart() -> None:
     with pytest.raises(NotFoundError):
         bench.route(name="nothing")
     bench.replica.remove(0)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(UnavailableError):
         bench.route()
     assert not bench.router.serves("model")
+    bench.advance(LEFT_S + 1)
+    with pytest.raises(NotFoundError):
+        bench.route()
+
+
+def test_a_configured_name_without_workers_is_out_of_service_and_not_unknown() -> None:
+    bench = Bench(1, RoutingConfig(rules=(NameRule("chat", (NameTarget("elsewhere"),)),)))
+    with pytest.raises(UnavailableError):
+        bench.route(name="chat")
+    assert not bench.router.serves("chat")
 
 
 def test_an_alias_of_the_router_asks_for_what_the_workers_serve() -> None:
@@ -500,7 +511,7 @@ def test_a_worker_may_leave_and_come_back_while_its_requests_run() -> None:
     held = [bench.route() for _ in range(10)]
     for number in range(2):
         bench.replica.remove(number)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(UnavailableError):
         bench.route()
     bench.replica.tell(view_of(5, info_of(0), heard_at=bench.clock.now))
     again = bench.route()
