@@ -133,9 +133,10 @@ def hits(rig: Rig, sizes: MissSizes) -> list[Result]:
     a, b = rig.servers(
         *(ServerSpec(name, connector=kvtier_connector(store)) for name in ("hit-a", "hit-b"))
     )
-    found = _loaded(a, b, sizes)
+    found, loaded = _loaded(a, b, sizes)
     rig.end()
     return [
+        Result("prompts loaded", loaded, f"of {sizes.hit_rounds}", sizes.hit_rounds),
         found.result("loaded from the store: TTFT / cold", HIT_MAX, Bar.AT_MOST),
         Result("loaded from the store: cold TTFT", statistics.median(found.second) * 1e3, "ms"),
     ]
@@ -146,7 +147,7 @@ def example(rig: Rig, sizes: MissSizes, directory: Path) -> list[Result]:
     a, b = rig.servers(
         *(ServerSpec(name, connector=example_connector(directory)) for name in ("ex-a", "ex-b"))
     )
-    found = _loaded(a, b, sizes)
+    found, _ = _loaded(a, b, sizes)
     rig.end()
     low, high = interval(found.ratios())
     name = "loaded by vLLM's ExampleConnector: TTFT / cold"
@@ -154,12 +155,14 @@ def example(rig: Rig, sizes: MissSizes, directory: Path) -> list[Result]:
     return [Result(name, value, "ratio", None, Bar.AT_MOST, (low, high))]
 
 
-def _loaded(a: Endpoint, b: Endpoint, sizes: MissSizes) -> Pairs:
-    """Times of b, which never saw a prompt, against those of a, which computed it."""
-    prompts, pairs = _Prompts(sizes.seed), Pairs()
+def _loaded(a: Endpoint, b: Endpoint, sizes: MissSizes) -> tuple[Pairs, int]:
+    """Times of b, which never saw a prompt, against those of a, which computed it; and of how many
+    prompts b loaded as good as all."""
+    prompts, pairs, loaded = _Prompts(sizes.seed), Pairs(), 0
     warm = prompts.draw(sizes.hit_tokens)
-    for server in (a, b):
-        server.ask(warm, 1)
+    a.ask(warm, 1)
+    _wait_saved(a, warm)
+    b.ask(warm, 1)
     for _ in range(sizes.hit_rounds):
         tokens = prompts.draw(sizes.hit_tokens)
         time.sleep(_QUIET_S)
@@ -167,10 +170,9 @@ def _loaded(a: Endpoint, b: Endpoint, sizes: MissSizes) -> Pairs:
         _wait_saved(a, tokens)
         time.sleep(_QUIET_S)
         hit = b.ask(tokens, sizes.answer_tokens)
-        if hit.cached_tokens < LOADED_MIN * len(tokens):
-            raise BackendError(f"only {hit.cached_tokens} of {len(tokens)} tokens were loaded")
+        loaded += hit.cached_tokens >= LOADED_MIN * len(tokens)
         pairs.add(hit.ttft_s, cold.ttft_s)
-    return pairs
+    return pairs, loaded
 
 
 def _wait_saved(server: Endpoint, tokens: Sequence[int]) -> None:

@@ -26,10 +26,15 @@ class Worth:
         self._step = TwoTermEstimate(STEP_PRIOR, _STEPS, now)
         self._begun: dict[int, tuple[float, int]] = {}
         self._ended_at = 0.0
+        self._has_computed = False
 
     def is_worth_it(self, blocks: int, now: float) -> bool:
-        """Whether so many blocks are in place sooner by a load than by computing them."""
-        return self.load_s(blocks, now) < self.compute_s(blocks, now)
+        """Whether so many blocks are in place sooner by a load than by computing them.
+
+        True as long as nothing was computed here: the first load also attaches to the store, and a
+        prior says nothing of how slow this engine is. The first prompt that misses teaches it.
+        """
+        return not self._has_computed or self.load_s(blocks, now) < self.compute_s(blocks, now)
 
     def load_s(self, blocks: int, now: float) -> float:
         """Predicted seconds of a load."""
@@ -57,6 +62,7 @@ class Worth:
         seconds = now - max(begun_at, self._ended_at)
         self._ended_at = now
         if tokens >= STEP_TOKENS_MIN and seconds > 0:
+            self._has_computed = True
             self._step.observe((1, tokens), seconds, STEP_PRIOR, now)
 
     def loaded(self, blocks: int, seconds: float, now: float) -> None:

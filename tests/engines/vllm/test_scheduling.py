@@ -302,6 +302,16 @@ def test_a_store_slower_than_computing_is_not_loaded_from_and_tried_again_later(
     assert side.matched("t", 0, 206.0) == 20 * BLOCK
 
 
+def test_an_engine_that_has_computed_nothing_yet_loads_however_slow_its_first_load_was() -> None:
+    worth = Worth(BLOCK, 0.0)
+    worth.loaded(60, 3.0, 1.0)
+    assert worth.load_s(60, 1.0) > worth.compute_s(60, 1.0)
+    assert worth.is_worth_it(60, 1.0)
+    worth.step_begun(1, 60 * BLOCK, 2.0)
+    worth.step_ended(1, 2.1)
+    assert not worth.is_worth_it(60, 2.1)
+
+
 def test_steps_that_overlap_are_timed_by_what_each_adds() -> None:
     worth = Worth(BLOCK, 0.0)
     for number in range(1, 21):
