@@ -45,6 +45,7 @@ from kvtier_services.store import tiers as built
 from kvtier_services.store.arena import GovernedArena
 from kvtier_services.store.bulk import served_bulk
 from kvtier_services.store.config import StoreConfig, parse_quota
+from kvtier_services.store.dropping import drop_command
 from kvtier_services.store.health import HealthWatch, Report
 from kvtier_services.store.leases import LeaseBook
 from kvtier_services.store.peers import opened_peers
@@ -392,7 +393,9 @@ async def run(config: StoreConfig) -> None:
 
 
 def command(argv: list[str]) -> int:
-    """Entry point of `kvtier store`."""
+    """Entry point of `kvtier store` and of `kvtier store drop`."""
+    if argv[:1] == ["drop"]:
+        return drop_command(argv[1:])
     loaded = load(StoreConfig, argv)
     if loaded.print_only:
         sys.stdout.write(describe(loaded))
