@@ -28,7 +28,12 @@ from kvtier.paged.sampling import SamplingTerms
 from kvtier.paged.transfer import BlockTransfer, Carrier
 from kvtier.types import Source, Tier
 from kvtier_services.worker.core import Below, CoreTerms, EngineCore, Machine
+from kvtier_services.worker.l2.audit import AuditTerms
 from kvtier_services.worker.l2.port import (
+    Drop,
+    Dropped,
+    Fetch,
+    Fetched,
     Load,
     Loaded,
     Looked,
@@ -49,6 +54,8 @@ from kvtier_services.worker.requests import (
 )
 from kvtier_services.worker.scheduler import SchedulerLimits
 
+WRITER = 0xABC
+"""Of all blocks below."""
 GREEDY = SamplingTerms(temperature=0.0)
 BLOCK_TOKENS = 4
 
@@ -208,6 +215,21 @@ class TierBelow:
                 blocks = len(order.names)
                 word = "error" if fails else "stored"
                 return Saved(order.ticket, (not fails,) * blocks, (word,) * blocks, 0.001)
+            case Fetch():
+                return self._fetch(order, fails)
+            case Drop():
+                for name in () if fails else order.names:
+                    self.held.pop(name, None)
+                return Dropped(order.ticket, is_done=not fails)
+
+    def _fetch(self, order: Fetch, fails: bool) -> Fetched:
+        writers: list[int | None] = []
+        for name, into in zip(order.names, order.into, strict=True):
+            there = not fails and name in self.held
+            there = there and self.script.dice.random() >= self.script.loses
+            into[:] = self.held[name] if there else self.script.dice.randbytes(into.nbytes)
+            writers.append(WRITER if there else None)
+        return Fetched(order.ticket, tuple(writers))
 
     def _load(self, order: Load, fails: bool) -> Loaded:
         arrived = []
@@ -270,6 +292,7 @@ class RigTerms:
     prefill_tokens_max: int = 32
     priors: Priors = field(default_factory=Priors)
     policy: PolicyFactory = PriorityPolicy
+    audit: AuditTerms = field(default_factory=AuditTerms)
 
 
 SLOW = Priors(
@@ -325,7 +348,10 @@ class Rig:
         ]
         self.namespace = namespaces[0]
         offload = OffloadTerms(
-            self.namespace, terms.write_policy, window_namespaces=tuple(namespaces[1:])
+            self.namespace,
+            terms.write_policy,
+            window_namespaces=tuple(namespaces[1:]),
+            audit=terms.audit,
         )
         self.core = EngineCore(
             Machine(cast(ModelRunner, Timed(runner, self.clock)), self.pool, self.blocks),

@@ -14,6 +14,7 @@ from kvtier.core.eviction import LruPolicy, PriorityPolicy
 from kvtier.core.planner import WritePolicy
 from kvtier.paged.geometry import LayerGroup
 from kvtier.types import PrefixHash
+from kvtier_services.worker.l2.audit import AuditTerms
 from tests.support.worker_rig import (
     FULL,
     MIXED,
@@ -47,7 +48,12 @@ def some_terms(dice: random.Random) -> RigTerms:
         prefill_tokens_max=dice.choice([4, 32]),
         policy=dice.choice([PriorityPolicy, LruPolicy]),
         priors=SLOW if dice.random() < 0.3 else Priors(),
+        audit=some_audit(random.Random(dice.random())),
     )
+
+
+def some_audit(dice: random.Random) -> AuditTerms:
+    return AuditTerms(dice.choice([0.0, 0.0, 0.3]), dice.choice([1, 4, 64]), 0.0, dice)
 
 
 def some_tier(dice: random.Random) -> TierBelow | None:
@@ -105,6 +111,8 @@ def test_any_schedule_gives_the_tokens_of_the_cache_off_run(
         assert rig.told[number].tokens == OFF[groups].tokens(prompt, count)
     if rig.below is not None:
         rig.settle()
+    if rig.core.offload is not None:
+        assert rig.core.offload.audits.counts.differs == 0
     rig.step()
     for group in range(len(groups)):
         assert rig.blocks.usage(group).in_use_count == 0
@@ -114,7 +122,8 @@ def test_any_schedule_gives_the_tokens_of_the_cache_off_run(
 
 @pytest.mark.parametrize("groups", [FULL, MIXED, WINDOWED], ids=["full", "mixed", "windowed"])
 def test_random_schedules_reach_every_path(groups: tuple[LayerGroup, ...]) -> None:
-    paths = ("preempted", "held_back", "loaded", "lost", "given_up", "hits", "ahead", "waited")
+    paths = ("preempted", "held_back", "loaded", "lost", "given_up", "hits", "ahead", "waited",
+             "audited")  # fmt: skip
     seen = dict.fromkeys(paths, 0)
     for seed in range(60):
         dice = random.Random(seed)
@@ -129,6 +138,7 @@ def test_random_schedules_reach_every_path(groups: tuple[LayerGroup, ...]) -> No
             seen["loaded"] += sum(below.blocks_loaded.values())
             seen["lost"] += sum(below.blocks_not_loaded.values())
             seen["given_up"] += below.loads_given_up
+            seen["audited"] += rig.core.offload.audits.counts.equal
             seen["ahead"] += below.computed_ahead_blocks
         if isinstance(rig.carrier, LazyCarrier):
             seen["waited"] += rig.carrier.waited

@@ -7,7 +7,12 @@ from typing import ClassVar
 from kvtier.config import Root
 from kvtier.core.planner import WritePolicy
 from kvtier.errors import ConfigError
-from kvtier.limits import BLOCK_TOKENS_MAX, QUEUED_REQUESTS_MAX, STORE_DEADLINE_MS_MAX
+from kvtier.limits import (
+    BLOCK_TOKENS_MAX,
+    QUEUED_REQUESTS_MAX,
+    STORE_DEADLINE_MS_MAX,
+    TIER_BATCH_BLOCKS_MAX,
+)
 from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig
 from kvtier.types import Role
 from kvtier_services.worker.http.settings import EndpointSettings
@@ -144,8 +149,17 @@ class OffloadSection:
     """How long a request may wait for blocks, however long recomputing would take."""
     save_deadline_ms: int = 5_000
     """Of one write."""
+    audit_fraction: float = 0.0
+    """Part of the requests that would load, 0 to 1, which are computed whole instead: what the
+    store has of them is compared with that, and dropped where it differs; 0: none."""
+    audit_blocks_max: int = 64
+    """Blocks that one audit compares; there is one at a time."""
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.audit_fraction <= 1.0:
+            raise ConfigError("audit_fraction must be in 0..1")
+        if not 1 <= self.audit_blocks_max <= TIER_BATCH_BLOCKS_MAX:
+            raise ConfigError(f"audit_blocks_max must be in 1..{TIER_BATCH_BLOCKS_MAX}")
         if self.in_flight_bytes_max < 1:
             raise ConfigError("in_flight_bytes_max must be positive")
         for name in ("lookup_ms_max", "load_ms_max", "save_deadline_ms"):

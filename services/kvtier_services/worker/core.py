@@ -447,11 +447,11 @@ class EngineCore:
         return None
 
     def _end(self, request: Request) -> None:
-        was_loading, now = request.is_loading, self._clock()
+        now = self._clock()
         if self.offload is not None:
             self.offload.ending(request, now)
         self.scheduler.end(request, now)
-        if self.offload is not None and was_loading:
+        if self.offload is not None:
             self.offload.ended(request)
         del self._requests[request.number]
 

@@ -25,16 +25,18 @@ from kvtier.telemetry.service import Service, Telemetry, open_telemetry
 from kvtier.tiers.arena.client import ArenaClientConfig
 from kvtier.types import InstanceId, NodeId
 from kvtier_services.worker import metrics as table
-from kvtier_services.worker.config import OffloadSection, WorkerConfig
+from kvtier_services.worker.config import WorkerConfig
 from kvtier_services.worker.core import Below, CoreTerms, EngineCore
 from kvtier_services.worker.engine import Observers, WorkerEngine
 from kvtier_services.worker.http.access import CONTROLLERS, admit_by
 from kvtier_services.worker.http.app import Surroundings, create_app, create_runner
 from kvtier_services.worker.http.metrics import TABLE as ENDPOINT_TABLE
+from kvtier_services.worker.l2.audit import AuditTerms, writer_text
+from kvtier_services.worker.l2.comparing import TOLERANCES
 from kvtier_services.worker.l2.connector import StoreConnector
 from kvtier_services.worker.l2.shelf import HotSetShelf
 from kvtier_services.worker.leaving import HandOver, Leaving, LeavingParts, take_over
-from kvtier_services.worker.models import Served, open_model
+from kvtier_services.worker.models import FAKE, Served, open_model
 from kvtier_services.worker.offload import OffloadTerms
 from kvtier_services.worker.pace import PacePolicy
 from kvtier_services.worker.publishing import Identity, new_publisher
@@ -94,7 +96,8 @@ async def serve(
         loaded()
         running = await _started(stack, Start(config, model, made, telemetry, fenced))
         holder.append(running.engine)
-        LOG.info("serving", bind=config.listen.bind, port=running.port)
+        writer = _writer(running.connector)
+        LOG.info("serving", bind=config.listen.bind, port=running.port, writer=writer)
         yield running
         await running.leaving.leave()
 
@@ -121,10 +124,11 @@ async def _started(stack: contextlib.AsyncExitStack, start: Start) -> RunningWor
         model.machine,
         _core_terms(config),
         publisher,
-        None if connector is None else Below(connector, _offload_terms(config.offload, model)),
+        None if connector is None else Below(connector, _offload_terms(config, model)),
         time.monotonic,
     )
     looks = table.Looks(
+        writer=_writer(connector),
         is_attached=lambda: connector is not None and connector.is_attached,
         is_fenced=lambda: publisher is not None and publisher.stats().is_fenced,
         now=time.monotonic,
@@ -212,7 +216,16 @@ def _core_terms(config: WorkerConfig) -> CoreTerms:
     )
 
 
-def _offload_terms(section: OffloadSection, model: Served) -> OffloadTerms:
+def _writer(connector: StoreConnector | None) -> str:
+    """What this worker's blocks are marked with, as `kvtier store drop --writer` takes it."""
+    return "" if connector is None else writer_text(connector.writer_id)
+
+
+def _offload_terms(config: WorkerConfig, model: Served) -> OffloadTerms:
+    section = config.offload
+    dtype = model.machine.runner.geometry.dtype
+    tolerance = 0.0 if config.model.model == FAKE else TOLERANCES[dtype]
+    audit = AuditTerms(section.audit_fraction, section.audit_blocks_max, tolerance)
     return OffloadTerms(
         namespace=model.namespaces[0],
         window_namespaces=model.namespaces[1:],
@@ -221,6 +234,7 @@ def _offload_terms(section: OffloadSection, model: Served) -> OffloadTerms:
         lookup_s_max=section.lookup_ms_max / 1000,
         load_s_max=section.load_ms_max / 1000,
         prefill_wait_s_max=section.save_deadline_ms / 1000,
+        audit=audit,
     )
 
 

@@ -114,6 +114,18 @@ LOAD_SPEED: Final = MetricDef(
     _GAUGE, "kvtier_worker_load_bytes_per_second", "Measured speed of loads, by source.",
     (Label("source", tuple(source.name.lower() for source in _SOURCES)),),
 )  # fmt: skip
+AUDITS: Final = MetricDef(
+    _COUNTER, "kvtier_worker_audits_total", "Requests that were computed to audit the store."
+)
+AUDITED: Final = MetricDef(
+    _COUNTER, "kvtier_worker_audit_blocks_total",
+    "Stored blocks that were computed again and compared, by outcome.",
+    (Label("outcome", ("equal", "differs", "unread")),),
+)  # fmt: skip
+WRITER: Final = MetricDef(
+    _GAUGE, "kvtier_worker_writer_info", "1, under the id that marks this worker's blocks.",
+    (Label("writer", values_count_max=1),),
+)  # fmt: skip
 EVENTS_FENCED: Final = MetricDef(
     _GAUGE, "kvtier_worker_events_fenced", "1 once another process speaks for this worker."
 )
@@ -122,7 +134,7 @@ TABLE: Final = (
     STEPS, STEP_SECONDS, FIRST_TOKEN_SECONDS, REQUESTS, RUNNING, PROMPT_TOKENS, COMPUTED_TOKENS,
     GENERATED_TOKENS, PREEMPTED, STARVED, BLOCKS, WASTED_TOKENS, LOOKUPS, LOADED, LOADED_BYTES,
     NOT_LOADED, GIVEN_UP, AHEAD, BY_CHOICE, SAVES, SAVES_WAITING, HOT_SET, HOT_SET_LEFT, PREFETCHED,
-    ATTACHED, PREFILL_SPEED, LOAD_SPEED, EVENTS_FENCED,
+    AUDITS, AUDITED, WRITER, ATTACHED, PREFILL_SPEED, LOAD_SPEED, EVENTS_FENCED,
 )  # fmt: skip
 
 
@@ -130,6 +142,8 @@ TABLE: Final = (
 class Looks:
     """What is read at a scrape besides the core."""
 
+    writer: str
+    """Id that blocks are written under; empty without a store."""
     is_attached: Callable[[], bool]
     is_fenced: Callable[[], bool]
     now: Callable[[], float]
@@ -145,6 +159,7 @@ class WorkerMetrics:
         self._core = core
         _pull_counts(metrics, core)
         _pull_offload(metrics, core)
+        metrics.pull(WRITER, lambda: [((looks.writer,), 1.0)] if looks.writer else [])
         metrics.pull(ATTACHED, lambda: [((), float(looks.is_attached()))])
         metrics.pull(EVENTS_FENCED, lambda: [((), float(looks.is_fenced()))])
         metrics.pull(PREFILL_SPEED, lambda: [((), _prefill_speed(core, looks.now()))])
@@ -202,10 +217,10 @@ def _pull_offload(metrics: Metrics, core: EngineCore) -> None:
     offload = core.offload
     if offload is None:
         for definition in (
-            LOOKUPS, LOADED, NOT_LOADED, SAVES, SAVES_WAITING, HOT_SET, PREFETCHED,
+            LOOKUPS, LOADED, NOT_LOADED, SAVES, SAVES_WAITING, HOT_SET, PREFETCHED, AUDITED,
         ):  # fmt: skip
             metrics.pull(definition, list)
-        for definition in (LOADED_BYTES, GIVEN_UP, AHEAD):
+        for definition in (LOADED_BYTES, GIVEN_UP, AHEAD, AUDITS):
             metrics.pull(definition, lambda: [((), 0)])
         return
     counts, lookups, saves = offload.counts, offload.lookups, offload.saves
@@ -231,6 +246,16 @@ def _pull_offload(metrics: Metrics, core: EngineCore) -> None:
             (("refused",), saves.counts.refused),
             (("failed",), saves.counts.failed),
             (("missed",), saves.counts.missed),
+        ],
+    )
+    audited = offload.audits.counts
+    metrics.pull(AUDITS, lambda: [((), audited.requests)])
+    metrics.pull(
+        AUDITED,
+        lambda: [
+            (("equal",), audited.equal),
+            (("differs",), audited.differs),
+            (("unread",), audited.unread),
         ],
     )
     hot = offload.hot

@@ -7,7 +7,7 @@ What must not live here: the store's client, which request runs next.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.core.eviction import PRIORITY_DEFAULT
@@ -20,11 +20,14 @@ from kvtier.paged.transfer import BlockTransfer
 from kvtier.ports import NO_SCOPE
 from kvtier.types import Fingerprint, PrefixKey, ScopeId
 from kvtier_services.worker.l2.advisor import Advisor
+from kvtier_services.worker.l2.audit import Audits, AuditTerms
 from kvtier_services.worker.l2.heat import HotSet
 from kvtier_services.worker.l2.hot_set import HotSets
 from kvtier_services.worker.l2.loading import LoadCounts, LoadPorts, Loads
 from kvtier_services.worker.l2.port import (
     BlockCache,
+    Dropped,
+    Fetched,
     Loaded,
     Looked,
     Lookup,
@@ -65,6 +68,8 @@ class OffloadTerms:
     """How long a prefill half waits for its blocks to be written."""
     window_namespaces: tuple[Fingerprint, ...] = ()
     """Of the layer groups after the first."""
+    audit: AuditTerms = field(default_factory=AuditTerms)
+    """Which of what would be loaded is computed instead, and compared."""
 
 
 @dataclass(slots=True)
@@ -120,9 +125,9 @@ class Offload:
         in_flight = max(1, in_flight)
         gather = min(in_flight, order_blocks, _GATHER_BLOCKS)
         self.saves = SaveBook(SaveLimits(in_flight, order_blocks, gather_blocks=gather))
-        self._writes = Writes(
-            WritePorts(below, transfer, blocks, self.saves, self._tickets, namespaces), order_blocks
-        )
+        writing = WritePorts(below, transfer, blocks, self.saves, self._tickets, namespaces)
+        self._writes = Writes(writing, order_blocks)
+        self.audits = Audits(writing, terms.audit, terms.load_s_max)
         ports = LoadPorts(
             below, transfer, scheduler, advisor, self.saves, self._tickets, namespaces
         )
@@ -146,7 +151,7 @@ class Offload:
     def is_busy(self) -> bool:
         """Whether outcomes are awaited."""
         own = self._looking or self._loads.is_busy or self._writes.is_busy
-        return bool(own) or self.hot.is_busy
+        return bool(own) or self.hot.is_busy or self.audits.is_busy
 
     @property
     def is_restoring(self) -> bool:
@@ -162,6 +167,7 @@ class Offload:
         """When `tick` or `pump` has something to do, if no outcome comes before."""
         times = [one.give_up_at for one in self._looking.values()] + self._loads.deadlines()
         times += self.hot.deadlines()
+        times += self.audits.deadlines(now)
         resume_at = self.saves.next_at(now)
         if resume_at is not None:
             times.append(resume_at)
@@ -216,8 +222,9 @@ class Offload:
             self.hot.used(keys, scope_of(request), now)
 
     def ended(self, request: Request) -> None:
-        """A request is over, or gave way, while it loaded: that concerns nobody any more."""
+        """A request is over: what is being loaded for it concerns nobody any more."""
         self._loads.abandon(request)
+        self.audits.ended(request)
 
     # ---- writing
 
@@ -228,6 +235,7 @@ class Offload:
 
     def sealed(self, request: Request, start: int, stop: int, now: float) -> None:
         """Blocks start .. stop - 1 of a request were computed and are full."""
+        self.audits.sealed(request, start, stop)
         if self._terms.write_policy is WritePolicy.ON_SEAL or request.is_prefill:
             self._offer(request, start, stop, now)
         elif self._terms.write_policy is WritePolicy.ON_EVICT:
@@ -264,6 +272,7 @@ class Offload:
         self._writes.tick()
         self._loads.tick(now)
         self.hot.tick(now)
+        self.audits.tick(now)
 
     # ---- parts
 
@@ -277,6 +286,8 @@ class Offload:
                 self._loads.take(outcome, now)
             case Saved():
                 self._writes.take(outcome, now)
+            case Fetched() | Dropped():
+                self.audits.take(outcome, now)
 
     def _looked(self, outcome: Looked) -> None:
         looking = self._looking.pop(outcome.ticket)
@@ -297,8 +308,10 @@ class Offload:
             if request.is_prefill:
                 absent = zip(keys, sources, strict=True)
                 self.saves.doubt(block_name(group, key) for key, source in absent if source is None)
-        if request.phase is Phase.WAITING:
-            request.below, request.below_from = below, start
+        if request.phase is Phase.WAITING and not request.is_audited:
+            request.is_audited = self.audits.begin(request, start, below, scope_of(request))
+            if not request.is_audited:
+                request.below, request.below_from = below, start
 
     # ---- the hot set
 

@@ -452,6 +452,8 @@ class Scheduler:
 
     def _reusable(self, request: Request) -> list[PrefixKey]:
         """Keys of blocks that may come from a cache: not that of the last token."""
+        if request.is_audited:
+            return []
         return request.chain.keys[: (len(request.tokens) - 1) // self._block_tokens]
 
     def _announce_coming(self, request: Request, start: int) -> None:

@@ -94,6 +94,8 @@ class Request:
     """How dearly its blocks are kept, one each from the first on; none: as any other's."""
     awaits_lookup: bool = False
     """Not admitted until it is known what the tiers below have."""
+    is_audited: bool = False
+    """Computed whole, from its first token on, whatever is cached."""
     was_admitted: bool = False
     cached_told: bool = False
     computed_tokens: int = 0

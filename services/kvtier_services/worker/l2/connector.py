@@ -23,6 +23,10 @@ from kvtier.telemetry.logs import EventLog
 from kvtier.types import Fingerprint, Source, Tier
 from kvtier.wire.loop_thread import LoopThread
 from kvtier_services.worker.l2.port import (
+    Drop,
+    Dropped,
+    Fetch,
+    Fetched,
     Load,
     Loaded,
     LoadRun,
@@ -73,6 +77,11 @@ class StoreConnector:
     def is_attached(self) -> bool:
         """Whether payload goes through shared memory now."""
         return self._client.is_attached
+
+    @property
+    def writer_id(self) -> int:
+        """What every block that this worker writes is marked with; drawn at its start."""
+        return self._client.writer_id
 
     def begin(self, order: Order) -> None:
         """See `BlockCache`. After `close` every order fails."""
@@ -141,6 +150,11 @@ class StoreConnector:
                     outcome = await self._load(order)
                 case Save():
                     outcome = await self._save(order)
+                case Fetch():
+                    outcome = await self._fetch(order)
+                case Drop():
+                    await self._client.drop(order.names)
+                    outcome = Dropped(order.ticket, is_done=True)
         except KvtierError as error:
             # Denied, or a mistake of ours: the blocks are recomputed, and an operator is told.
             LOG.warning("store refused", reason=str(error))
@@ -219,6 +233,13 @@ class StoreConnector:
             time.monotonic() - began_s,
         )
 
+    async def _fetch(self, order: Fetch) -> Fetched:
+        terms = ReadTerms(payload_bytes=order.into[0].nbytes, scope=order.scope)
+        results = await self._client.get_many(
+            order.names, order.into, terms, deadline_s=order.deadline_s
+        )
+        return Fetched(order.ticket, tuple(_writer_of(result) for result in results))
+
     async def _close(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
@@ -231,6 +252,12 @@ def _reason(status: PutStatus, reason: str) -> str:
     return _ABSENT if reason == _ABSENT else status.value
 
 
+def _writer_of(result: GetResult) -> int | None:
+    if result.status is not GetStatus.HIT or result.header is None:
+        return None
+    return result.header.writer_id
+
+
 def _failed(order: Order) -> Outcome:
     """What an order comes to that could not be carried out."""
     match order:
@@ -241,3 +268,7 @@ def _failed(order: Order) -> Outcome:
         case Save():
             blocks = len(order.names)
             return Saved(order.ticket, (False,) * blocks, (PutStatus.ERROR.value,) * blocks, 0.0)
+        case Fetch():
+            return Fetched(order.ticket, (None,) * len(order.names))
+        case Drop():
+            return Dropped(order.ticket, is_done=False)

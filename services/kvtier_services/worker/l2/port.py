@@ -62,6 +62,27 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read blocks, each for itself, only to look at them. They are of one length."""
+
+    ticket: Ticket
+    names: tuple[FrameName, ...]
+    into: tuple[memoryview, ...]
+    """Nobody else touches it before the outcome."""
+    scope: ScopeId
+    deadline_s: float
+    """A duration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Take blocks out of the store, whoever wrote them."""
+
+    ticket: Ticket
+    names: tuple[FrameName, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Looked:
     """From where the blocks could come, one each; None where a block is nowhere."""
 
@@ -110,8 +131,26 @@ class Saved:
     seconds: float
 
 
-Order = Lookup | Load | Save
-Outcome = Looked | Loaded | Saved
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A fetch is over, and its memory is the engine's again."""
+
+    ticket: Ticket
+    writer_ids: tuple[int | None, ...]
+    """Who says to have written each block; None where it did not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A drop is over."""
+
+    ticket: Ticket
+    is_done: bool
+    """False where the store could not be asked."""
+
+
+Order = Lookup | Load | Save | Fetch | Drop
+Outcome = Looked | Loaded | Saved | Fetched | Dropped
 
 
 class BlockCache(Protocol):
