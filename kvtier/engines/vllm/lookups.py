@@ -29,6 +29,9 @@ class PendingAnswer:
     def __init__(self, future: "concurrent.futures.Future[tuple[bool, ...] | None]") -> None:
         self._future = future
 
+    def wait(self, seconds: float) -> None:
+        concurrent.futures.wait([self._future], seconds)
+
     def done(self) -> bool:
         return self._future.done()
 

@@ -22,6 +22,9 @@ from kvtier.types import Fingerprint
 RECENT_MAX: Final = 65_536
 RECENT_S: Final = 10.0
 """A block that was ordered to be saved is not ordered again for so long."""
+IDLE_WAIT_S: Final = 0.03
+"""An engine that computes nothing waits for an answer for so long. If it went round instead, its
+processes would spin for a second after each empty step, and take cores from the next step."""
 LOOKED_S: Final = 5.0
 """An answer about what the store has is used for so long, while a request waits."""
 
@@ -36,6 +39,10 @@ class BlockNames:
 
 class Answer(Protocol):
     """A lookup under way."""
+
+    def wait(self, seconds: float) -> None:
+        """Return once done, at the latest after so long."""
+        ...
 
     def done(self) -> bool:
         """Whether `held` may be read."""
@@ -162,6 +169,8 @@ class Scheduling:
     _recent: OrderedDict[bytes, float] = field(default_factory=OrderedDict)
     _loads: list[LoadOrder] = field(default_factory=list)
     _steps: int = 0
+    _computes: bool = False
+    """Whether the last step computed something."""
 
     def arrived(self, arrival: Arrival, now: float) -> None:
         """A new request; its blocks are looked up at once."""
@@ -174,7 +183,8 @@ class Scheduling:
     def matched(self, request_id: str, computed_tokens: int, now: float) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded; None: not known yet, ask again.
 
-        May be asked any number of times; orders nothing.
+        May be asked any number of times; orders nothing. Waits for `IDLE_WAIT_S` at most, and only
+        where the engine computes nothing meanwhile.
         """
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.next is _Next.MISS:
@@ -184,6 +194,8 @@ class Scheduling:
             self._look(tracked, now)
         if tracked.answer is None:
             return 0  # a prompt of less than one block
+        if tracked.held is None and not self._computes and now - tracked.asked_at < IDLE_WAIT_S:
+            tracked.answer.wait(min(IDLE_WAIT_S, self._lookup_s))
         if tracked.held is None and not self._learn(tracked):
             if not tracked.answer.done() and now - tracked.asked_at < self._lookup_s:
                 return None
@@ -228,7 +240,7 @@ class Scheduling:
 
     def step(self, scheduled: Sequence[Scheduled], now: float, tokens: int = 0) -> StepOrders:
         """What the workers are to do beside a step of `scheduled`, which computes `tokens`."""
-        number = 0
+        number, self._computes = 0, tokens > 0
         if tokens:
             number = self._steps = self._steps + 1
             self.worth.step_begun(number, tokens, now)

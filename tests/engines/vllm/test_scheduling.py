@@ -1,7 +1,7 @@
 """Scheduler side of the vLLM connector: what is loaded and saved, and what a failure leads to."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import given
@@ -11,6 +11,7 @@ from kvtier.core.identity import EngineIdentity, KvDtype, Pool
 from kvtier.engines.vllm.facts import EngineFacts
 from kvtier.engines.vllm.prefixes import PrefixHashes
 from kvtier.engines.vllm.scheduling import (
+    IDLE_WAIT_S,
     LOOKED_S,
     RECENT_S,
     Arrival,
@@ -35,6 +36,14 @@ FACTS = EngineFacts(
 class FakeAnswer:
     result: tuple[bool, ...] | None = None
     over: bool = False
+    waited: list[float] = field(default_factory=list)
+    arrives: Callable[[], None] | None = None
+    """What happens when somebody waits."""
+
+    def wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        if self.arrives is not None:
+            self.arrives()
 
     def done(self) -> bool:
         return self.over
@@ -67,6 +76,12 @@ class FakeStore:
             if self.answers:
                 answer.result = tuple(digest in self.held for digest in names.digests)
         self.pending.clear()
+
+    def arrive_while_waited_for(self) -> FakeAnswer:
+        """Have the one answer that is pending come then; returns it."""
+        ((answer, _),) = self.pending
+        answer.arrives = self.answer
+        return answer
 
 
 def digests(count: int, name: str = "prompt") -> list[bytes]:
@@ -310,6 +325,27 @@ def test_an_engine_that_has_computed_nothing_yet_loads_however_slow_its_first_lo
     worth.step_begun(1, 60 * BLOCK, 2.0)
     worth.step_ended(1, 2.1)
     assert not worth.is_worth_it(60, 2.1)
+
+
+def test_an_engine_that_computes_nothing_waits_for_an_answer_instead_of_going_round() -> None:
+    names = digests(4)
+    side = scheduling(store := FakeStore(held=set(names), answers_at_once=False))
+    side.arrived(arrival(names, 4 * BLOCK), 0.0)
+    answer = store.arrive_while_waited_for()
+    assert side.matched("r", 0, 0.001) == 4 * BLOCK
+    assert answer.waited == [IDLE_WAIT_S]
+
+
+def test_an_engine_that_computes_or_has_waited_asks_again_instead() -> None:
+    names = digests(4)
+    side = scheduling(store := FakeStore(held=set(names), answers_at_once=False))
+    side.step([], 0.0, tokens=100)
+    side.arrived(arrival(names, 4 * BLOCK), 0.0)
+    answer = store.arrive_while_waited_for()
+    assert side.matched("r", 0, 0.001) is None
+    side.step([], 0.1)
+    assert side.matched("r", 0, IDLE_WAIT_S) is None
+    assert answer.waited == []
 
 
 def test_steps_that_overlap_are_timed_by_what_each_adds() -> None:
