@@ -37,6 +37,9 @@ class Asked:
         self.names = names
         return self
 
+    def wait(self, seconds: float) -> None:
+        """Nothing comes."""
+
     def done(self) -> bool:
         return True
 
