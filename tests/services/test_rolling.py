@@ -52,8 +52,8 @@ class Seen:
     recovered: float = 0.0
     """Hit rate of the last window."""
     kept: float = 0.0
-    """Of the conversations that the one which ended had answered last: how much of what it had
-    was cached when they went on."""
+    """Of the conversations that the one which ended had answered last, the one that lost most:
+    how much of what it had was cached when it went on."""
 
 
 @dataclass(slots=True)
@@ -147,13 +147,13 @@ def finish(seen: Seen, talk: Conversations, begin: int) -> None:
 
 
 def kept_of(before: Sequence[Sample], after: Sequence[Sample], name: str) -> float:
-    """What was cached when conversations that `name` had answered last went on, of what it had."""
+    """Of the conversations that `name` had answered last, the one that has lost most: what was
+    cached when it went on, of what it had. Others may have been elsewhere a turn before."""
     last = {sample.slot: sample for sample in before}
     following = {sample.slot: sample for sample in reversed(after)}
     own = [slot for slot in following if last[slot].worker == name]
     assert own, "the one that ended had answered nobody last"
-    had = sum(last[slot].prompt_tokens for slot in own)
-    return sum(following[slot].cached_tokens for slot in own) / had
+    return min(following[slot].cached_tokens / last[slot].prompt_tokens for slot in own)
 
 
 def failures_of(talk: Conversations) -> list[str]:
@@ -183,7 +183,7 @@ def test_a_successor_has_what_its_predecessor_answered_last_in_its_own_memory(
     assert seen.tiers["gpu"] >= KEPT * seen.prompt_tokens
 
 
-def test_without_the_hand_over_its_conversations_are_computed_again(scenario: Scenario) -> None:
+def test_without_the_hand_over_a_conversation_is_computed_again(scenario: Scenario) -> None:
     assert scenario.not_handed_over.kept < 0.5 * KEPT
 
 
