@@ -42,7 +42,8 @@ def text_directory(model: str) -> Path | None:
     if model in MADE:
         return model_cache() / model
     directory = Path(model)
-    return directory.absolute() if directory.is_dir() else None
+    is_made = directory.parent == model_cache() and directory.name in MADE  # soon, if not yet
+    return directory.absolute() if is_made or directory.is_dir() else None
 
 
 def provide(model: str, tell: Tell) -> None:

@@ -115,6 +115,17 @@ def test_the_section_vllm_has_every_setting_of_a_server(
     assert smollm2["model_id"] == "SmolLM2-135M-Instruct"
 
 
+def test_in_an_empty_home_the_router_has_the_texts_that_will_be_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    told = shown(tmp_path, capsys, "")
+    directory = tmp_path / "home" / ".cache" / "kvtier" / "models" / "smollm2"
+    assert not directory.exists()
+    assert told["worker-1"]["model"] == str(directory)
+    assert told["router"]["texts"] == [f"*={directory}"]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
