@@ -18,8 +18,9 @@ from tests.support.paged_models import smollm2
 from tests.support.vllm_servers import PYTHON
 
 RED, BLUE = Key("red", "sk-of-red"), Key("blue", "sk-of-blue")
-SIZES = TurnSizes(sessions=10, turns=5, blocks=200)
-"""A working set of 0.8 of the pools: one pool has it all, half of it does not."""
+SIZES = TurnSizes()
+"""A working set of three quarters of the pools: one pool has it all, half of it does not. Half a
+pool holds the longest prompt that the servers take, else they do not start."""
 
 
 @contextmanager
