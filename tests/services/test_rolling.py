@@ -151,7 +151,7 @@ def kept_of(before: Sequence[Sample], after: Sequence[Sample], name: str) -> flo
     cached when it went on, of what it had. Others may have been elsewhere a turn before."""
     last = {sample.slot: sample for sample in before}
     following = {sample.slot: sample for sample in reversed(after)}
-    own = [slot for slot in following if last[slot].worker == name]
+    own = [slot for slot in following if slot in last and last[slot].worker == name]
     assert own, "the one that ended had answered nobody last"
     return min(following[slot].cached_tokens / last[slot].prompt_tokens for slot in own)
 
