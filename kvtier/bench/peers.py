@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import hashlib
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from kvtier.bench.peers_raw import Area, Hashing, RawPeer
 from kvtier.bench.report import Bar, Result
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import KvtierError, UnavailableError
+from kvtier.local.loopback import free_port
 from kvtier.peers import BulkTransport, GrpcTransport
 from kvtier.ports import BlockOwner, GetRequest, PeerPlace, PeerTransport, PutRequest
 from kvtier.sections import DialConfig, TlsConfig
@@ -133,7 +133,7 @@ def a_store(tls: bool, dram_bytes: int) -> Iterator[Place]:
     """A store process without lower tiers; with TLS and a token where asked for."""
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
         folder = Path(directory)
-        port, bulk_port = _free_port(), _free_port()
+        port, bulk_port = free_port(), free_port()
         lines = [
             f'data_dir = "{folder}/data"',
             f'instance = "{INSTANCE}"',
@@ -195,12 +195,6 @@ def raw_peer() -> Iterator[RawPeer]:
         peer.close()
         process.wait(START_S)
         process.stdout.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @asynccontextmanager

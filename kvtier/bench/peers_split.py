@@ -11,7 +11,6 @@ What must not live here: transports (`peers`), what a worker does alone (`worker
 import http.client
 import importlib.util
 import json
-import socket
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from kvtier.bench.worker_ttft import (
     slabs,
 )
 from kvtier.errors import BackendError, UnavailableError
+from kvtier.local.loopback import free_port
 
 SPLIT_MAX: Final = 1.15
 LOADED_SHARE_MIN: Final = 0.9
@@ -163,8 +163,7 @@ def _started(node: Node, sizes: SplitSizes) -> Fleet:
         "alone": ("both", ONE),
     }.items():
         _node(node, name, sizes, index, {"role": role, "served_name": arm})
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        admin_port = int(bound.getsockname()[1])
+    admin_port = free_port()
     table = {"split": "always", "admin_bind": f"127.0.0.1:{admin_port}", "index": index}
     fleet = Fleet(node.router("router", table), admin_port)
     fleet.wait_eligible(3)

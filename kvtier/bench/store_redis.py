@@ -28,6 +28,7 @@ from redis.retry import Retry
 from kvtier.bench.report import Bar, Result
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import UnavailableError
+from kvtier.local.loopback import free_port
 from kvtier.ports import BlockOwner, GetRequest, PutRequest, PutStatus
 from kvtier.tiers.redis.config import HostPort, RedisConfig, SingleServer
 from kvtier.tiers.redis.tier import RedisTier
@@ -185,9 +186,7 @@ async def _refused_s(tier: RedisTier) -> float:
 @contextmanager
 def _server() -> Iterator[int]:
     """A server without persistence on a free loopback port, for the time of the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
         options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder)
         process = subprocess.Popen(  # noqa: S603 (a binary of ours, arguments of ours)

@@ -24,6 +24,7 @@ from typing import Final
 
 from kvtier.bench.toml_text import toml_text
 from kvtier.errors import BackendError, UnavailableError
+from kvtier.local.loopback import free_port
 
 BLOCK_TOKENS: Final = 32
 MODEL: Final = "m"
@@ -431,13 +432,6 @@ def a_rig(directory: Path | None, python: Path, model: Path) -> Iterator[Rig]:
     finally:
         rig.end()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def server_is_up(server: Server) -> Callable[[], bool]:

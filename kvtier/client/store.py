@@ -47,6 +47,7 @@ from kvtier.tiers.minting import blocks_to_put, blocks_wanted
 from kvtier.types import ScopeId, Tier
 from kvtier.wire import blocks
 from kvtier.wire import messages as pb
+from kvtier.wire.loop_thread import end
 
 INLINE_BYTES = 256 << 10
 """Reads of shared memory up to this size run on the event loop: a thread would cost as much."""
@@ -234,8 +235,7 @@ class BlockStoreClient:
     async def close(self) -> None:
         """End the session and all calls. Idempotent."""
         if self._attaching is not None:
-            self._attaching.cancel()
-            await asyncio.gather(self._attaching, return_exceptions=True)
+            await end([self._attaching])
         await self._link.close()
         self.arena.close()
 

@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -24,17 +23,13 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import BackendError, ConfigError, UnavailableError
+from kvtier.local import loopback
 
 LOCK: Final = "LOCK"
 STATE: Final = "state.json"
 PORTS: Final = "ports.json"
-LOOPBACK: Final = "127.0.0.1"
 _SOCKET_BYTES_MAX: Final = 78
 """Of the directory; the longest in it is that of a vLLM server's connector."""
-_FIRST_PORT: Final = 15_000
-_LAST_PORT: Final = 31_999
-"""Below the ports that the kernel gives to outgoing connections."""
-_TRIES_MAX: Final = 1_000
 _LOCK_TRIES: Final = 20
 _LOCK_PAUSE_S: Final = 0.01
 _STATE_BYTES_MAX: Final = 1 << 20
@@ -145,15 +140,11 @@ class DataDirectory:
         known = told if isinstance(told, dict) else {}
         chosen: dict[str, int] = {}
         for name in names:
-            candidates = [known.get(name), wishes.get(name)]
-            chosen[name] = next(
-                (
-                    port
-                    for port in candidates
-                    if type(port) is int and port not in chosen.values() and is_free(port)
-                ),
-                0,
-            ) or free_port(set(chosen.values()))
+            chosen[name] = (
+                _had(known.get(name), chosen)
+                or _had(wishes.get(name), chosen)
+                or loopback.free_port(chosen.values())
+            )
         self._replace(PORTS, json.dumps({**known, **chosen}, indent=1))
         return chosen
 
@@ -218,21 +209,8 @@ def _locked(lock: int) -> bool:
     return False
 
 
-def is_free(port: int) -> bool:
-    """Whether a server could listen on this port of loopback now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except (OSError, OverflowError):
-            return False
-    return True
-
-
-def free_port(taken: set[int]) -> int:
-    """A port of loopback that nobody listens on, out of those that are not given out by itself."""
-    for _ in range(_TRIES_MAX):
-        port = _FIRST_PORT + secrets.randbelow(_LAST_PORT - _FIRST_PORT)
-        if port not in taken and is_free(port):
-            return port
-    raise UnavailableError("this machine has no free port")
+def _had(port: object, chosen: Mapping[str, int]) -> int:
+    """The port, leased, where a server could listen on it and it is not given out; else 0."""
+    if type(port) is not int or port in chosen.values() or not loopback.is_free(port):
+        return 0
+    return port if loopback.lease(port) else 0

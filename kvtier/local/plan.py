@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from kvtier.config import Loaded, Root, describe
 from kvtier.errors import ConfigError
 from kvtier.local.child import EXEC
-from kvtier.local.directory import LOOPBACK
+from kvtier.local.loopback import LOOPBACK
 from kvtier.local.models import SMOLLM2, SMOLLM2_ID, text_directory
 from kvtier.local.probes import Probe, accepts, grpc_serving, http_ok, redis_answers
 from kvtier.local.settings import (

@@ -18,6 +18,7 @@ from kvtier.errors import DeadlineError, KvtierError, UnavailableError
 from kvtier.limits import PEER_ABSENT_BLOCKS_MAX, TIER_BATCH_BLOCKS_MAX
 from kvtier.ports import Clock, PeerPlace
 from kvtier.types import Fingerprint, InstanceId
+from kvtier.wire.loop_thread import end
 
 Places: TypeAlias = tuple[PeerPlace, ...]
 HashOf: TypeAlias = Callable[[FrameName], int | None]
@@ -118,9 +119,7 @@ class Finder:
 
     async def close(self) -> None:
         """End all questions."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end(self._tasks)
 
     def _key(self, name: FrameName) -> _Key | None:
         number = self._hash_of(name)

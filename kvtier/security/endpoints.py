@@ -21,6 +21,7 @@ from kvtier.security.guard import Guard
 from kvtier.security.roles import Policy
 from kvtier.security.tokens import TokenBook, TokenSource
 from kvtier.wire import transport
+from kvtier.wire.loop_thread import end
 
 _DRAIN_S: Final = GRPC_CONNECTION_GRACE_MS_MAX / 1000
 
@@ -131,9 +132,7 @@ class Dialer:
         if self._channel is not None:
             await self._channel.close()
             self._channel = None
-        for task in tuple(self._draining):
-            task.cancel()
-        await asyncio.gather(*self._draining, return_exceptions=True)
+        await end(self._draining)
 
 
 class _ShowToken:

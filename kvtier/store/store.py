@@ -66,6 +66,7 @@ from kvtier.store.watch import TierWatch
 from kvtier.store.writes import Writes
 from kvtier.tiers.tally import require_open
 from kvtier.types import Fingerprint, Tier
+from kvtier.wire.loop_thread import end
 
 ADOPTIONS_MAX: Final = 1024
 """Blocks that may wait to be booked ..."""
@@ -351,10 +352,7 @@ class TieredStore:
         self._is_open = False
         await self.settled(self._parts.clock() + self._parts.config.drain_s)
         self._is_ended = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._tasks)
         for pin_id in list(self._pins):
             self.unpin(pin_id)
 

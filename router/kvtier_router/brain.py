@@ -20,7 +20,7 @@ from kvtier.client.reservations import ReserveDesk
 from kvtier.errors import ConfigError
 from kvtier.replica import IndexReplica, ReplicaConfig
 from kvtier.telemetry.logs import EventLog
-from kvtier.wire.loop_thread import LoopThread
+from kvtier.wire.loop_thread import LoopThread, end
 from kvtier_router.config import IndexMode, RouterConfig, pairs
 from kvtier_router.routing import Router, RoutingBrain, RoutingConfig, StaticWorker, static_worker
 from kvtier_router.routing.config import NameRule, NameTarget
@@ -113,9 +113,7 @@ async def _remote(config: RouterConfig, name: str, routing: RoutingConfig) -> As
             sight = IndexSight(config.index_mode.value, config.index.targets, fleet.look)
             yield Brain(router, lambda ask: router.route_remote(ask, client, deadline_s), sight)
         finally:
-            following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await following
+            await end([following])
 
 
 def routing_config(config: RouterConfig, name: str) -> RoutingConfig:

@@ -31,6 +31,7 @@ from kvtier.security.clock import SYSTEM
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.text.model import TextModel
+from kvtier.wire.loop_thread import end
 from kvtier_router import metrics as table
 from kvtier_router.brain import Brain, open_brain, router_name
 from kvtier_router.config import RouterConfig, check_listen, pairs
@@ -193,7 +194,7 @@ async def serve(
             stack.callback(link.close)
             chores.append(link.tell)
         ticking = asyncio.create_task(_tick(chores))
-        stack.push_async_callback(_cancelled, ticking)
+        stack.push_async_callback(end, [ticking])
         LOG.info("serving", bind=config.listen.bind, port=port, admin_port=admin_port)
         try:
             yield RunningRouter(port, admin_port, brain, front)
@@ -385,12 +386,6 @@ async def _tick(chores: Sequence[Callable[[], None]]) -> None:
                 failing.add(number)
             else:
                 failing.discard(number)
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 async def run(

@@ -1,9 +1,9 @@
 """Loopback ports for servers under test, free of races between test processes.
 
 A port below the kernel's ephemeral range is leased by binding an abstract Unix socket of the same
-number, so that parallel test workers never get the same one and no outgoing connection takes it
-while its server restarts. The lease ends with this process. What must not live here: addresses
-other than loopback.
+number, as `kvtier.local.loopback` does it: neither parallel test workers nor a `kvtier up` of one
+get the same one, and no outgoing connection takes it while its server restarts. The lease ends with
+this process. What must not live here: addresses other than loopback.
 """
 
 import random
@@ -55,7 +55,7 @@ def _ephemeral_first() -> int:
 def _lease(port: int) -> socket.socket | None:
     lease = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        lease.bind(f"\0kvtier-test-port-{port}")
+        lease.bind(f"\0kvtier-port-{port}")
     except OSError:
         lease.close()
         return None

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from kvtier.engines.transformers import sources
 from kvtier.errors import BackendError, UnavailableError
 from kvtier.local import models
 from kvtier.local.directory import ClusterState, DataDirectory, ServiceState
+from kvtier.local.loopback import is_free
+from tests.harness.ports import free_port as harness_port
 
 SERVICE = ServiceState("store", "up", 7, "127.0.0.1:1", 2, 1.5, "store.log")
 
@@ -70,6 +74,25 @@ def test_a_wished_port_is_taken_unless_somebody_has_it(tmp_path: Path) -> None:
         assert DataDirectory(tmp_path / "x").ports(("a",), {"a": wished})["a"] != wished
     (tmp_path / "y").mkdir()
     assert DataDirectory(tmp_path / "y").ports(("a",), {"a": wished})["a"] == wished
+
+
+def test_a_port_that_another_process_has_leased_is_left_to_it(tmp_path: Path) -> None:
+    """Its server does not listen yet: whoever asks only whether the port is free takes it too."""
+    theirs = "import sys; from kvtier.local.loopback import free_port; print(free_port(), flush=1)"
+    argv = [sys.executable, "-c", f"{theirs}; sys.stdin.read()"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        port = int(other.stdout.readline())
+        assert is_free(port)
+        assert DataDirectory(tmp_path).ports(("a",), {"a": port})["a"] != port
+        other.communicate()
+    (tmp_path / "later").mkdir()
+    assert DataDirectory(tmp_path / "later").ports(("a",), {"a": port})["a"] == port
+
+
+def test_ports_of_the_tests_are_left_to_them(tmp_path: Path) -> None:
+    port = harness_port()
+    assert DataDirectory(tmp_path).ports(("a",), {"a": port})["a"] != port
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", '{"router": "80"}', '{"a": true}'])

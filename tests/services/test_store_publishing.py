@@ -7,11 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from kvtier.config import Secret
 from kvtier.core.frame import FrameName, KeyKind
 from kvtier.core.planner import WritePolicy
 from kvtier.ports import ByNames
 from kvtier.sections import DialConfig, ListenConfig
+from kvtier.tiers.redis.control import RedisControl, ServerState
+from kvtier.tiers.redis.holder import HolderPolicy
 from kvtier.tiers.redis.naming import block_key
 from kvtier.types import Fingerprint, HolderKind, Tier, Trust
 from kvtier.wire import blocks, rpc
@@ -178,6 +182,30 @@ async def test_a_shared_redis_is_a_holder_of_its_own_and_outlives_the_writer(
                 assert held(index, HolderKind.STORE, Tier.REDIS) == set()
 
 
+async def test_a_store_ends_although_its_redis_client_swallows_that_it_shall(
+    tmp_path: Path, processes: ProcessRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As redis-py does where it is cancelled while it sends: it waits with `asyncio.wait_for`, and
+    that of Python 3.11 swallows a cancellation that comes when what it waits for has ended."""
+    server = start_valkey(processes)
+    redis = RedisSection(url=Secret(server.url), write_policy=WritePolicy.ON_SEAL, touches_min=1)
+    state, swallowed = RedisControl.state, []
+
+    async def slow(self: RedisControl) -> ServerState:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            swallowed.append(1)
+        return await state(self)
+
+    async with asyncio.timeout(30):
+        async with a_store(small_store(tmp_path, redis=redis)):
+            monkeypatch.setattr(RedisControl, "state", slow)
+            await asyncio.sleep(2 * HolderPolicy().look_s)  # it looks once a second
+    assert swallowed == [1]
+
+
+@requires_valkey
 async def test_an_announcer_that_is_killed_is_followed_without_a_gap_and_without_leftovers(
     tmp_path: Path, processes: ProcessRunner
 ) -> None:

@@ -81,9 +81,10 @@ def forget_cached(tier: NvmeTier) -> None:
         os.close(descriptor)
 
 
-async def write(directory: Path, acks: str, start: str, batch: str) -> None:
+async def write(directory: Path, acks: str, start: str, batch: str, bytes_max: str) -> None:
     """Put blocks for ever; note each that was acknowledged, with the time, in a file."""
-    tier = await NvmeTier.open(NvmeConfig(directory))
+    config = NvmeConfig(directory, int(bytes_max), segment_bytes=2 << 20)
+    tier = await NvmeTier.open(config)
     await write_into(tier, acks, int(start), int(batch))
 
 

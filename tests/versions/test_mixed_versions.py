@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.types import Tier
-from tests.harness.processes import Process, ProcessRunner
+from tests.harness.processes import HarnessError, Process, ProcessRunner
 from tests.harness.valkey import requires_valkey, start_valkey
 from tests.harness.waiting import eventually, eventually_async
 from tests.support.previous_version import previous_command, why_not
@@ -41,7 +41,12 @@ def run_as(one: Process | StoreProcess, command: str) -> None:
     """End a process as an operator would, and start it in a version on the same files."""
     process = one if isinstance(one, Process) else one.process
     process.terminate()
-    assert process.wait(END_S) == 0, process.log_tail()
+    try:
+        assert process.wait(END_S) == 0, process.log_tail()
+    except HarnessError:
+        # A store of that version misses the signal if it is looking after Redis at that moment.
+        assert process.launch.argv[0] == str(previous_command()), process.log_tail()
+        process.kill()
     process.launch = replace(process.launch, argv=(command, *process.launch.argv[1:]))
     process.restart()
 

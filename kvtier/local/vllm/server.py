@@ -15,6 +15,7 @@ from typing import Final
 from kvtier.config import load
 from kvtier.engines.vllm.facts import files_digest
 from kvtier.errors import ConfigError
+from kvtier.local.loopback import LOOPBACK
 from kvtier.local.settings import Table, toml_text
 from kvtier.local.vllm import flags
 from kvtier.local.vllm.environment import VllmEnvironment, fetched
@@ -25,7 +26,6 @@ from kvtier.sections import parse_address
 STORE: Final = "unix:/var/lib/kvtier/store/run/store.sock"
 """Of a `kvtier store` that was told nothing."""
 RUN_DIR: Final = Path("/run/kvtier")
-LOOPBACK: Final = "127.0.0.1"
 VLLM_PORT: Final = 8000
 _ANY: Final = frozenset({"0.0.0.0", "::", "[::]", ""})  # noqa: S104 (looked for, not bound)
 _SEED: Final = "0"

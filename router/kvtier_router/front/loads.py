@@ -18,6 +18,7 @@ from kvtier.core.engine_load import SGLANG, VLLM, EngineLoads, read_loads
 from kvtier.core.workers import Load, WorkerName
 from kvtier.errors import CallerError, ConfigError
 from kvtier.limits import LOAD_POLLS_MAX
+from kvtier.wire.loop_thread import end
 from kvtier_router.front.credentials import Credentials
 from kvtier_router.web.upstream import (
     Origin,
@@ -103,10 +104,7 @@ class LoadPoll:
     async def close(self) -> None:
         """End every question. Idempotent."""
         self._due.clear()
-        asking = list(self._asking.values())
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await end(self._asking.values())
 
     def _look(self, now: float) -> None:
         """Whom this round asks: ranks that share an address share a page."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError
 from kvtier.telemetry.logs import EventLog
+from kvtier.wire.loop_thread import end
 from kvtier_router.web.upstream import Origin, ResponseHead, Upstream, UpstreamError, request_bytes
 
 LOG = EventLog("kvtier_router.front")
@@ -70,10 +71,7 @@ class Silence:
 
     async def close(self) -> None:
         """End every question. Idempotent."""
-        asking = list(self._asking.values())
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
+        await end(self._asking.values())
 
     def _quiet(self, now: float) -> set[Origin]:
         """Origins of which some exchange has heard nothing for long."""

@@ -21,6 +21,7 @@ from kvtier.errors import BackendError
 from kvtier.garbage import settle
 from kvtier.telemetry.logs import EventLog
 from kvtier.telemetry.service import Service, open_telemetry
+from kvtier.wire.loop_thread import end
 from kvtier_services.bridge import metrics as table
 from kvtier_services.bridge.config import TOLD, BridgeConfig
 from kvtier_services.bridge.follower import Follower, Speaking
@@ -72,15 +73,9 @@ async def serve(
         follower.start()
         stack.push_async_callback(asyncio.to_thread, follower.stop)
         if config.engine.load_ms:
-            stack.push_async_callback(_cancelled, asyncio.create_task(reader.run()))
+            stack.push_async_callback(end, [asyncio.create_task(reader.run())])
         LOG.info("following", engine=config.engine.kind.value, events=config.engine.events)
         yield RunningBridge(follower, memory, telemetry.page_port)
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 def _identity(config: BridgeConfig, card: ModelCard) -> bytes:

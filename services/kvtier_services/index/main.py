@@ -30,6 +30,7 @@ from kvtier.telemetry.metrics import Metrics
 from kvtier.telemetry.service import Service, open_telemetry
 from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
+from kvtier.wire.loop_thread import end
 from kvtier_services.index.broadcast import Broadcast
 from kvtier_services.index.config import IndexConfig
 from kvtier_services.index.metrics import DEFINITIONS, IndexMetrics
@@ -82,7 +83,7 @@ async def serve(config: IndexConfig, log: TextIO) -> AsyncIterator[RunningIndex]
     ticking = asyncio.create_task(keep_time(state, clock))
     telemetry = Service("index", DEFINITIONS, live=lambda: not ticking.done())
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(_cancelled, ticking)
+        stack.push_async_callback(end, [ticking])
         opened = await stack.enter_async_context(open_telemetry(config.telemetry, telemetry, log))
         index_metrics = IndexMetrics(opened.metrics, clock)
         secured = security.new_server(config.listen, POLICY)
@@ -142,12 +143,6 @@ def _welcome(config: IndexConfig, index_epoch: int) -> pb.Welcome:
         index_epoch=index_epoch,
         protocol_version=convert.PROTOCOL_VERSION,
     )
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 async def run(config: IndexConfig) -> None:

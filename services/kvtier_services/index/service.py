@@ -19,6 +19,7 @@ from kvtier.limits import BATCH_BLOCKS_MAX, FOLLOWERS_COUNT_MAX, WATCHERS_COUNT_
 from kvtier.types import Epoch, HolderId, InstanceId, PrefixHash, Tier
 from kvtier.wire import convert, rpc
 from kvtier.wire import messages as pb
+from kvtier.wire.loop_thread import end
 from kvtier_services.index.broadcast import Broadcast, Follower, Watcher
 from kvtier_services.index.feed import Receiver
 from kvtier_services.index.locating import Locator
@@ -208,9 +209,7 @@ class IndexService:
         finally:
             self._broadcast.followers.discard(follower)
             receiver.close()
-            sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sending
+            await end([sending])
 
     async def _feed(self, follower: Follower, *, follow: bool) -> None:
         await self._broadcast.catch_up(follower)

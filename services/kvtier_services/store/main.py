@@ -40,6 +40,7 @@ from kvtier.tiers.redis.caretaker import RedisCaretaker
 from kvtier.tiers.redis.holder import HolderPolicy
 from kvtier.types import HOLDER_TIERS, InstanceId, NodeId
 from kvtier.wire import rpc
+from kvtier.wire.loop_thread import end
 from kvtier_services.store import metrics as table
 from kvtier_services.store import tiers as built
 from kvtier_services.store.arena import GovernedArena
@@ -195,14 +196,15 @@ async def serve(
             told = reachable(config, bulk_port)
             identity = replace(identity, bulk_address=told)
         announcer.name(identity)
-        stack.push_async_callback(_cancelled, asyncio.create_task(_keep_time(reservations)))
+        stack.push_async_callback(end, [asyncio.create_task(_keep_time(reservations))])
         await health.look()
-        stack.push_async_callback(_cancelled, asyncio.create_task(health.run()))
+        stack.push_async_callback(end, [asyncio.create_task(health.run())])
         if tiers.redis is not None:
             policy = HolderPolicy()
             shared = SharedAnnouncer(config.index, identity, RedisCaretaker(tiers.redis, policy))
+            stack.push_async_callback(shared.close)
             looking = asyncio.create_task(shared.run(policy.look_s))
-            stack.push_async_callback(_cancelled, looking)
+            stack.push_async_callback(end, [looking])
         LOG.info("serving", bind=config.listen.bind, port=tcp.port, socket=str(run_dir / SOCKET))
         yield RunningStore(
             tcp.port, run_dir / SOCKET, arena_path, store, opened.metrics, tiers.arena, bulk_port
@@ -369,12 +371,6 @@ async def _keep_time(reservations: ReservationBook) -> None:
     while True:
         await asyncio.sleep(TICK_S)
         reservations.expire()
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 async def run(config: StoreConfig) -> None:

@@ -227,19 +227,20 @@ class SharedAnnouncer:
         return self._caretaker.standing()
 
     async def run(self, look_s: float) -> None:
-        """Look after the belief, and announce, until cancelled."""
-        try:
-            while True:
-                await self._caretaker.look()
-                events = self._caretaker.poll()
-                if any(isinstance(event, Completed) for event in events):
-                    self._trust = Trust.EXACT
-                for event in events:
-                    await self._take(event)
-                await asyncio.sleep(look_s)
-        finally:
-            await self._end()
-            await self._caretaker.close()
+        """Look after the belief, and announce, until cancelled; then `close` it."""
+        while True:
+            await self._caretaker.look()
+            events = self._caretaker.poll()
+            if any(isinstance(event, Completed) for event in events):
+                self._trust = Trust.EXACT
+            for event in events:
+                await self._take(event)
+            await asyncio.sleep(look_s)
+
+    async def close(self) -> None:
+        """Take back what was announced, and give the lock to another store."""
+        await self._end()
+        await self._caretaker.close()
 
     async def _take(self, event: HolderEvent) -> None:
         match event:

@@ -15,6 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.sections import ListenConfig, TlsConfig, parse_address
 from kvtier.security.endpoints import check_listen
 from kvtier.security.tls import watch
+from kvtier.wire.loop_thread import end
 from kvtier_services.worker.http.app import EndpointRunner
 
 _LOOK_S: Final = 10.0
@@ -56,7 +57,7 @@ async def served(
         if tls is not None:
             context = _context(tls)
             following = asyncio.create_task(_follow(context, tls))
-            stack.push_async_callback(_cancelled, following)
+            stack.push_async_callback(end, [following])
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         assert runner.server is not None
@@ -106,12 +107,6 @@ async def _follow(context: ssl.SSLContext, tls: TlsConfig) -> None:
             with contextlib.suppress(OSError, ssl.SSLError):
                 _load(context, tls)
                 shown = newest
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
 
 
 def reachable(listen: ListenConfig, port: int) -> str:

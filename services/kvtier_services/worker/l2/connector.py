@@ -21,7 +21,7 @@ from kvtier.ports import GetResult, GetStatus, PutStatus
 from kvtier.sections import DialConfig
 from kvtier.telemetry.logs import EventLog
 from kvtier.types import Fingerprint, Source, Tier
-from kvtier.wire.loop_thread import LoopThread
+from kvtier.wire.loop_thread import LoopThread, end
 from kvtier_services.worker.l2.port import (
     Drop,
     Dropped,
@@ -241,10 +241,7 @@ class StoreConnector:
         return Fetched(order.ticket, tuple(_writer_of(result) for result in results))
 
     async def _close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(self._tasks)
         await self._client.close()
 
 
