@@ -24,9 +24,9 @@ async def end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until all have ended.
 
     grpc.aio can swallow a cancellation (it does while it prepares a call that fails at the same
-    moment), and so can redis-py (`asyncio.wait_for`, with which it sends, does in Python 3.11), hence
-    again and again until obeyed: what a task does at its end must be over in 200 ms, or be somebody
-    else's.
+    moment), and so can redis-py (it sends under `asyncio.wait_for`, which does in Python 3.11),
+    hence again and again until obeyed: what a task does at its end must be over in 200 ms, or be
+    somebody else's.
     """
     pending = {task for task in tasks if not task.done()}
     while pending:
