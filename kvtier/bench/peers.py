@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -158,8 +158,8 @@ def a_store(tls: bool, dram_bytes: int) -> Iterator[Place]:
             [str(script), "store", "--config", str(folder / "store.toml")],
             stderr=subprocess.DEVNULL,
         )
-        apart(process.pid)
         try:
+            apart(process.pid)
             grpc, bulk = f"localhost:{port}", f"localhost:{bulk_port}"
             yield Place(PeerPlace(INSTANCE, NodeId("bench"), grpc, bulk), dial, process.pid)
         finally:
@@ -186,15 +186,15 @@ def raw_peer() -> Iterator[RawPeer]:
     """The far end of raw TCP as a process, connected."""
     argv = [sys.executable, "-P", "-m", "kvtier.bench.peers_raw", str(2 * BATCH_BYTES)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)  # noqa: S603 (our own)
-    apart(process.pid)
-    assert process.stdout is not None
-    peer = RawPeer(int(process.stdout.readline()), process.pid)
-    try:
+    with ExitStack() as stack:
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        apart(process.pid)
+        assert process.stdout is not None
+        stack.enter_context(process.stdout)
+        peer = RawPeer(int(process.stdout.readline()), process.pid)
+        stack.callback(peer.close)
         yield peer
-    finally:
-        peer.close()
-        process.wait(START_S)
-        process.stdout.close()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -111,7 +112,10 @@ def module(bench: str) -> ModuleType:
 
 
 def command(argv: list[str]) -> int:
-    """`kvtier bench NAME [--json] [options]`; exit status 1 when a bar is missed."""
+    """`kvtier bench NAME [--json] [options]`; exit status 1 when a bar is missed.
+
+    Raises KeyboardInterrupt at SIGTERM too.
+    """
     parser = argparse.ArgumentParser(prog="kvtier bench", description="measure one part of kvtier")
     subparsers = parser.add_subparsers(dest="bench", required=True)
     name = next((word for word in argv if not word.startswith("-")), None)
@@ -122,7 +126,12 @@ def command(argv: list[str]) -> int:
             module(bench).add_arguments(subparser)
     arguments = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], list[Result]] = module(arguments.bench).run
-    results = run(arguments)
+    # As Ctrl-C does it: what a bench has started ends with it.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        results = run(arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if arguments.json:
         document = {
             "bench": arguments.bench,

@@ -98,8 +98,8 @@ def a_store(dram_bytes: int) -> Iterator[str]:
         process = subprocess.Popen(  # noqa: S603 (our own entry point)
             [str(script), "store", "--config", str(config)], stderr=subprocess.DEVNULL
         )
-        apart(process.pid)
         try:
+            apart(process.pid)
             yield f"unix:{directory}/data/run/store.sock"
         finally:
             process.terminate()

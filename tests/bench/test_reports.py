@@ -1,14 +1,19 @@
 """The contract of every bench: listed, importable, one JSON object, a status that tells."""
 
 import argparse
+import contextlib
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from kvtier.bench import report
 from kvtier.bench.report import BENCHES, Bar, Result, command, module
+from tests.harness.processes import Launch, ProcessRunner, kvtier_command
+from tests.harness.waiting import eventually
 
 PACKAGE = Path(report.__file__).parent
 
@@ -119,3 +124,24 @@ def test_a_bench_that_is_not_listed_is_a_usage_error(capsys: pytest.CaptureFixtu
         command(["no-such-bench"])
     assert ended.value.code == 2
     assert "index-service" in capsys.readouterr().err
+
+
+def test_a_bench_that_is_told_to_end_leaves_nothing_behind(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    argv = kvtier_command("bench", "peers", "--only", "bulk")
+    bench = processes.spawn(Launch("bench", argv, environment={"TMPDIR": str(tmp_path)}))
+    eventually(lambda: len(session(bench.pid)) > 2, 60, "a store and a plain peer run beside it")
+    bench.terminate()
+    assert bench.wait(60) == 130
+    assert session(bench.pid) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def session(leader: int) -> list[int]:
+    """Pids of a session."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            found += [pid] if os.getsid(pid) == leader else []
+    return found
