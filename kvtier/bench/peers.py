@@ -33,6 +33,8 @@ from kvtier.core.frame import FrameName, KeyKind
 from kvtier.errors import KvtierError, UnavailableError
 from kvtier.local.loopback import free_port
 from kvtier.peers import BulkTransport, GrpcTransport
+from kvtier.peers.nixl_agent import is_installed
+from kvtier.peers.nixl_transport import NixlTransport
 from kvtier.ports import BlockOwner, GetRequest, PeerPlace, PeerTransport, PutRequest
 from kvtier.sections import DialConfig, TlsConfig
 from kvtier.security import certs, files, new_principal
@@ -72,6 +74,7 @@ class Channel:
 CHANNELS: Final = (
     Channel("bulk", tls=False, has_bar=True),
     Channel("grpc", tls=False, has_bar=False),
+    Channel("nixl", tls=False, has_bar=False),
     Channel("bulk", tls=True, has_bar=False),
     Channel("grpc", tls=True, has_bar=False),
 )
@@ -93,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> list[Result]:
     """Start stores and the far end of raw TCP, measure, end them; then the same with workers."""
-    parts = arguments.only or PARTS
+    parts = arguments.only or [part for part in PARTS if part != "nixl" or is_installed()]
     results = _channel_rows([one for one in CHANNELS if one.part in parts], arguments)
     if SPLIT_PART in parts:
         sizes = peers_split.TINY if arguments.quick else peers_split.sizes_here()
@@ -112,7 +115,8 @@ def _channel_rows(wanted: Sequence[Channel], arguments: argparse.Namespace) -> l
             if not channels:
                 continue
             dram_bytes = (2 * len(channels) * arguments.mib * 5 // 256 + 2) * 64 * MIB
-            with a_store(tls, dram_bytes) as place, raw_peer() as raw:
+            nixl = any(channel.name == "nixl" for channel in channels)
+            with a_store(tls, dram_bytes, nixl=nixl) as place, raw_peer() as raw:
                 results += asyncio.run(_measured(channels, place, raw, arguments))
     finally:
         os.sched_setaffinity(0, cpus)
@@ -129,8 +133,8 @@ class Place:
 
 
 @contextmanager
-def a_store(tls: bool, dram_bytes: int) -> Iterator[Place]:
-    """A store process without lower tiers; with TLS and a token where asked for."""
+def a_store(tls: bool, dram_bytes: int, *, nixl: bool) -> Iterator[Place]:
+    """A store process without lower tiers; with TLS and a token, or NIXL, where asked for."""
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
         folder = Path(directory)
         port, bulk_port = free_port(), free_port()
@@ -152,6 +156,8 @@ def a_store(tls: bool, dram_bytes: int) -> Iterator[Place]:
             dial = DialConfig(
                 tls=TlsConfig(ca_file=folder / certs.CA_CERT), token_file=folder / CREDENTIAL
             )
+        if nixl:
+            lines += ["[peers]", 'transport = "nixl"']
         (folder / "store.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
         script = Path(sys.executable).parent / "kvtier"
         process = subprocess.Popen(  # noqa: S603 (our own entry point)
@@ -201,7 +207,13 @@ def raw_peer() -> Iterator[RawPeer]:
 async def opened(channel: Channel, place: Place) -> AsyncIterator[PeerTransport]:
     """The transport of a channel, once the store takes a block through it."""
     transport: PeerTransport
-    transport = BulkTransport(place.dial) if channel.name == "bulk" else GrpcTransport(place.dial)
+    match channel.name:
+        case "bulk":
+            transport = BulkTransport(place.dial)
+        case "nixl":
+            transport = NixlTransport(place.dial)
+        case _:
+            transport = GrpcTransport(place.dial)
     end = time.monotonic() + START_S
     try:
         while True:

@@ -1,8 +1,9 @@
 """The stores of other nodes as a tier: found through the index, read, verified, never trusted.
 
 From below: `finding` (who has what, remembered for a moment), `standing` (what is known of one
-peer), the ways there (`grpc_transport`, `bulk_transport` over `bulk_wire`, `fallback`), `tier`; and
-`bulk_server`, the far end of the bulk channel.
+peer), the ways there (`grpc_transport`, `bulk_transport` over `bulk_wire`, `nixl_transport` over
+`staging` and `nixl_agent`, `fallback`), `tier`; and the far end of the last two, `bulk_server` with
+`nixl_server`.
 What must not live here: what moves up and stays (`kvtier.store`), who may call (`kvtier.security`).
 """
 

@@ -10,9 +10,8 @@ import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -21,7 +20,9 @@ from kvtier.core.frame import FrameName, KeyKind, frame_names
 from kvtier.errors import CallerError, KvtierError, LimitError
 from kvtier.limits import PAYLOAD_BYTES_MAX, STORE_DEADLINE_MS_MAX, TIER_BATCH_BLOCKS_MAX
 from kvtier.peers import bulk_wire as form
-from kvtier.ports import BlockOwner, GetStatus, PutResult
+from kvtier.peers.lending import BulkStore, Lent, Room
+from kvtier.peers.nixl_server import Asked, Guest, NixlEnd
+from kvtier.ports import BlockOwner, PutResult
 from kvtier.store.gates import grouped
 from kvtier.types import Fingerprint, ScopeId
 from kvtier.wire import blocks
@@ -40,43 +41,6 @@ _UNKNOWN_BYTES: Final = 1 << 20
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """Blocks that are being sent. `give_back` must be told the end of it."""
-
-    statuses: Sequence[GetStatus]
-    headers: bytes
-    """128 bytes a hit."""
-    payloads: Sequence[memoryview]
-    """One a hit."""
-    back: Callable[[], Coroutine[Any, Any, bytes]]
-    """For the loop: lets go, and says 1 for each hit that was still itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory for blocks that are coming."""
-
-    views: Sequence[memoryview | None]
-    """One a block; None: its bytes are thrown away."""
-    settle: Callable[[Sequence[int], Sequence[int]], Coroutine[Any, Any, list[PutResult]]]
-    """For the loop: publishes, by the checksums that were seen and declared."""
-    abandon: Callable[[], Coroutine[Any, Any, None]]
-    """For the loop: instead of `settle`, when nobody writes any more."""
-
-
-class BulkStore(Protocol):
-    """What the server asks of the store; all on the event loop."""
-
-    async def lend(
-        self, names: Sequence[FrameName], payload_bytes: int | None, deadline_s: float
-    ) -> Lent: ...
-
-    async def make_room(
-        self, names: Sequence[FrameName], lengths: Sequence[int], owner: BlockOwner
-    ) -> Room: ...
-
-
 class Doorkeeper(Protocol):
     """Whom the server lets in. Called on threads."""
 
@@ -93,8 +57,18 @@ class Doorkeeper(Protocol):
 class BulkServer:
     """See the module. Belongs to one event loop; `close` it."""
 
-    def __init__(self, store: BulkStore, door: Doorkeeper, listener: socket.socket) -> None:
-        """The listener is bound and listens; it is the server's from now on."""
+    def __init__(
+        self,
+        store: BulkStore,
+        door: Doorkeeper,
+        listener: socket.socket,
+        nixl: NixlEnd | None = None,
+    ) -> None:
+        """The listener is bound and listens; it and the end of NIXL are the server's from now on.
+
+        Without NIXL its operations are none.
+        """
+        self._nixl = nixl
         self._store = store
         self._door = door
         self._listener = listener
@@ -116,9 +90,13 @@ class BulkServer:
         with contextlib.suppress(asyncio.CancelledError):
             await self._accepting
         self._listener.close()
+        if self._nixl is not None:
+            self._nixl.stop()
         for wire in tuple(self._wires):
             wire.break_off()
         await asyncio.to_thread(self._threads.shutdown)
+        if self._nixl is not None:
+            await asyncio.to_thread(self._nixl.close)
 
     async def _accept(self) -> None:
         while True:
@@ -144,15 +122,20 @@ class BulkServer:
 
     def _serve(self, connection: socket.socket, plain: form.Wire) -> None:
         wire = plain
+        guest = None if self._nixl is None else self._nixl.guest()
         try:
             wire, uris = self._secured(connection, plain)
             allowed = self._greeted(wire, uris)
+            if guest is not None:
+                allowed = form.with_nixl(allowed)
             while allowed:
                 wire.until(time.monotonic() + IDLE_S)
-                self._request(wire, allowed)
+                self._request(wire, allowed, guest)
         except (KvtierError, OSError, ValueError, CancelledError):
             return  # the other end hears that the connection is gone
         finally:
+            if guest is not None:
+                guest.leave()
             wire.close()
             plain.close()
             self._wires.discard(wire)
@@ -188,10 +171,15 @@ class BulkServer:
         wire.write([b"\0"])
         return answer
 
-    def _request(self, wire: form.Wire, allowed: frozenset[int]) -> None:
+    def _request(self, wire: form.Wire, allowed: frozenset[int], guest: Guest | None) -> None:
         fields = form.REQUEST.unpack(wire.read(form.REQUEST.size))
         op, kind, key_bytes, _, codec_id, count, ms, payload_bytes, namespace = fields[:9]
         writer_id, scope_bytes = fields[9:]
+        deadline_s = time.monotonic() + min(max(ms, 1), STORE_DEADLINE_MS_MAX) / 1000
+        if guest is not None and op in allowed & form.NIXL_CONTROL:
+            wire.until(time.monotonic() + STALL_S)
+            guest.control(wire, op, payload_bytes, deadline_s)
+            return
         if op not in allowed or kind not in KeyKind.__members__.values():
             raise CallerError("an operation that is not allowed, or none")
         if not 0 < count <= TIER_BATCH_BLOCKS_MAX or not 0 < key_bytes <= _DIGEST_BYTES_MAX:
@@ -201,11 +189,24 @@ class BulkServer:
         wire.until(time.monotonic() + STALL_S)
         keys = wire.read(count * key_bytes)
         names = frame_names(KeyKind(kind), keys, key_bytes, Fingerprint(namespace), codec_id)
-        deadline_s = time.monotonic() + min(max(ms, 1), STORE_DEADLINE_MS_MAX) / 1000
         if op == form.GET:
             self._give(wire, names, payload_bytes or None, deadline_s)
-        else:
+        elif op == form.PUT:
             self._take(wire, names, (writer_id, scope_bytes))
+        elif guest is not None:
+            asked = Asked(names, payload_bytes, deadline_s)
+            if op == form.NIXL_GET:
+                lend = partial(self._lent, names, payload_bytes, deadline_s)
+                guest.give(wire, lend, self._on_loop, asked)
+            else:
+                room = partial(self._room, names)
+                guest.take(wire, room, self._on_loop, asked, (writer_id, scope_bytes))
+
+    def _lent(self, names: Sequence[FrameName], payload_bytes: int, deadline_s: float) -> Lent:
+        return self._on_loop(self._store.lend(names, payload_bytes, deadline_s))
+
+    def _room(self, names: Sequence[FrameName], lengths: Sequence[int], owner: BlockOwner) -> Room:
+        return self._on_loop(self._store.make_room(names, lengths, owner))
 
     def _give(
         self,

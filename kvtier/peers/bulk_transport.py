@@ -83,9 +83,7 @@ class BulkTransport:
             _ms(deadline_s), requests[0].payload_bytes or 0, first.namespace, 0, 0,
         )  # fmt: skip
         keys = b"".join(r.name.key for r in requests)
-        return await self._call(
-            peer, deadline_s, lambda wire: _get(wire, [request, keys], requests)
-        )
+        return await self.call(peer, deadline_s, lambda wire: _get(wire, [request, keys], requests))
 
     async def put_many(
         self, peer: PeerPlace, requests: Sequence[PutRequest], deadline_s: float
@@ -115,7 +113,7 @@ class BulkTransport:
                 raise BackendError("the store answered for other blocks")
             return [PutResult(status) for status in blocks.put_statuses_from(wire.read(count))]
 
-        return await self._call(peer, deadline_s, put)
+        return await self.call(peer, deadline_s, put)
 
     async def close(self) -> None:
         """See `PeerTransport.close`."""
@@ -128,8 +126,11 @@ class BulkTransport:
         self._idle.clear()
         await asyncio.to_thread(self._threads.shutdown)
 
-    async def _call(self, peer: PeerPlace, deadline_s: float, work: Callable[[form.Wire], T]) -> T:
-        """Run work on a connection of the pool; one that an idle peer has closed is replaced."""
+    async def call(self, peer: PeerPlace, deadline_s: float, work: Callable[[form.Wire], T]) -> T:
+        """Run work on a thread with a connection of the pool; one that was closed is replaced.
+
+        The work is begun again then: it must bear that. Cancelled, it is broken off and waited for.
+        """
         if not self._is_open:
             raise UnavailableError("the transport is closed")
         if not peer.bulk_address:

@@ -10,6 +10,20 @@ integers are little-endian. A get is answered in groups, a put once:
               block was still itself when the last of its bytes had gone
     answer    u32 count, u8 statuses
 
+Where both ends have NIXL (`nixl_transport`), five operations more; an end that has none hangs up at
+them. Payload then moves between the store and a slot of the caller's memory, never of the store's.
+The payloads of one exchange begin at multiples of 64 and are at most `staging.SLOT_BYTES` in all:
+
+    meet      `REQUEST` (payload bytes: those of the description), the agent's description; answered
+              by u8 1, and 16 bytes that name the acquaintance; the others come after it
+    try       `REQUEST`, `OFFER`; answered by `ANSWER` when zeros lie in the slot
+    get       `REQUEST` (the payload's length known), keys, `OFFER`; answered by `ANSWER`, u8
+              statuses, headers of hits and u8 each as above, when the payloads lie in the slot
+    put       `REQUEST`, keys, `OFFER`, u64 lengths, u64 checksums, scope, when the payloads lie in
+              the slot; answered by `ANSWER`, u8 statuses, when they were read
+    end       `REQUEST`, `OFFER`: nothing begins any more with this slot up to this generation;
+              answered by u8, an `Ending`, at the latest at the deadline
+
 What must not live here: whom to let in, where payload comes from and goes to.
 """
 
@@ -35,6 +49,13 @@ COUNT: Final = struct.Struct("<I")
 TOKEN_BYTES_MAX: Final = 4096
 NAME_BYTES_MAX: Final = 1024
 GET, PUT = 1, 2
+NIXL_GET, NIXL_PUT, NIXL_MEET, NIXL_TRY, NIXL_END = 3, 4, 5, 6, 7
+NIXL_CONTROL: Final = frozenset({NIXL_MEET, NIXL_TRY, NIXL_END})
+OFFER: Final = struct.Struct("<IQQ")
+"""slot, its generation, its address at the caller."""
+ANSWER: Final = struct.Struct("<BI")
+"""1 where the transfer has ended well, or none was needed; blocks."""
+ACQUAINTANCE_BYTES: Final = 16
 _TIMEVAL: Final = struct.Struct("@ll")
 _PARTS_MAX: Final = 64
 """Buffers of one sendmsg."""
@@ -51,6 +72,21 @@ class Refusal(IntEnum):
     BUSY = 5
 
 
+class Ending(IntEnum):
+    """What is known of the transfers with a slot."""
+
+    ENDED = 0
+    RUNNING = 1
+    FAILED = 2
+    """Ended, but what was sent may still come to lie."""
+
+
+def with_nixl(allowed: frozenset[int]) -> frozenset[int]:
+    """The operations, and those of the same meaning that move payload by NIXL."""
+    more = {NIXL_GET} & {op + 2 for op in allowed} | {NIXL_PUT} & {op + 2 for op in allowed}
+    return allowed | more | NIXL_CONTROL if more else allowed
+
+
 class Wire:
     """One connection, used by one thread at a time but for `break_off`.
 
@@ -61,6 +97,8 @@ class Wire:
         self._socket = connection
         self._is_tls = isinstance(connection, ssl.SSLSocket)
         self._until = 0.0
+        self.met: tuple[object, bytes] | None = None
+        """With which agent of ours its caller has met the other end, and the acquaintance."""
         connection.settimeout(None)
         with contextlib.suppress(OSError):  # no TCP
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

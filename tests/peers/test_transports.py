@@ -1,4 +1,4 @@
-"""What every way between stores promises: one suite over gRPC and over the bulk channel."""
+"""What every way between stores promises: one suite over gRPC, the bulk channel and NIXL."""
 
 import asyncio
 import contextlib
@@ -24,6 +24,8 @@ from kvtier.errors import (
 from kvtier.peers import BulkFirst, BulkTransport, GrpcTransport
 from kvtier.peers import bulk_wire as form
 from kvtier.peers.bulk_server import GROUP_BLOCKS
+from kvtier.peers.nixl_agent import is_installed
+from kvtier.peers.nixl_transport import NixlTransport
 from kvtier.ports import (
     BlockOwner,
     GetRequest,
@@ -36,7 +38,7 @@ from kvtier.ports import (
 from kvtier.sections import DialConfig, ListenConfig, TlsConfig
 from kvtier.security import certs, files, new_principal
 from kvtier.types import InstanceId, NodeId
-from kvtier_services.store.config import NvmeSection, StoreConfig
+from kvtier_services.store.config import NvmeSection, PeersSection, PeerWay, StoreConfig
 from kvtier_services.store.main import RunningStore
 from tests.support.store_service import MIB, a_store, small_store
 from tests.tiers.contract import (
@@ -47,7 +49,7 @@ from tests.tiers.contract import (
     soon,
 )
 
-WAYS = ("grpc", "bulk", "bulk or grpc")
+WAYS = ("grpc", "bulk", "bulk or grpc", "nixl")
 OWNER = BlockOwner(7)
 
 
@@ -85,6 +87,8 @@ def transport_of(kind: str, dial: DialConfig | None = None) -> PeerTransport:
     dial = dial or DialConfig()
     if kind == "grpc":
         return GrpcTransport(dial)
+    if kind == "nixl":
+        return NixlTransport(dial)
     bulk = BulkTransport(dial)
     return bulk if kind == "bulk" else BulkFirst(bulk, GrpcTransport(dial))
 
@@ -99,6 +103,8 @@ def place_of(running: RunningStore, host: str = "127.0.0.1") -> PeerPlace:
 async def a_way(
     directory: Path, kind: str, dial: DialConfig | None = None, **changes: Any
 ) -> AsyncIterator[Way]:
+    if kind == "nixl":
+        changes = {"peers": PeersSection(transport=PeerWay.NIXL), **changes}
     config: StoreConfig = small_store(directory, **changes)
     host = "127.0.0.1" if config.listen.tls is None else "localhost"
     async with AsyncExitStack() as stack:
@@ -114,6 +120,8 @@ HIT, MISS, CORRUPT, ERROR = GetStatus.HIT, GetStatus.MISS, GetStatus.CORRUPT, Ge
 @pytest.fixture(params=WAYS)
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
+    if name == "nixl" and not is_installed():
+        pytest.skip("NIXL is not installed: pip install 'kvtier[nixl]'")
     return name
 
 

@@ -14,7 +14,9 @@ from kvtier.core.frame import FrameHeader, FrameName, encode_header
 from kvtier.errors import CallerError, ConfigError
 from kvtier.limits import STORE_DEADLINE_MS_MAX
 from kvtier.peers import bulk_wire as form
-from kvtier.peers.bulk_server import BulkServer, Lent, Room
+from kvtier.peers.bulk_server import BulkServer
+from kvtier.peers.lending import Lent, Room
+from kvtier.peers.nixl_server import NixlEnd
 from kvtier.ports import (
     BlockOwner,
     GetRequest,
@@ -44,12 +46,12 @@ _BACKLOG: Final = 128
 
 @contextlib.asynccontextmanager
 async def served_bulk(
-    listen: ListenConfig, port: int, policy: Policy, parts: Parts
+    listen: ListenConfig, port: int, policy: Policy, parts: Parts, nixl: NixlEnd | None = None
 ) -> AsyncIterator[int]:
     """Serve the channel on the host that the service listens on, while entered; yields the port.
 
-    What the service asks of its callers this asks too: TLS, certificates, tokens. ConfigError for
-    a port that is taken.
+    What the service asks of its callers this asks too: TLS, certificates, tokens. The end of NIXL
+    is closed with it. ConfigError for a port that is taken.
     """
     host = parse_address(listen.bind).host
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -57,7 +59,7 @@ async def served_bulk(
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    server = BulkServer(StoreBulk(parts), Door(listen, policy, parts.instance), listener)
+    server = BulkServer(StoreBulk(parts), Door(listen, policy, parts.instance), listener, nixl)
     try:
         yield server.port
     finally:

@@ -1,5 +1,6 @@
 """Settings of a node's store."""
 
+import enum
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +10,14 @@ from kvtier.config import Root, Secret
 from kvtier.core.planner import ScopeQuota, WritePolicy
 from kvtier.errors import CallerError, ConfigError
 from kvtier.limits import NAME_BYTES_MAX
-from kvtier.sections import DialConfig, ListenConfig, TelemetryConfig, TlsConfig
+from kvtier.sections import (
+    DialConfig,
+    ListenConfig,
+    Reach,
+    TelemetryConfig,
+    TlsConfig,
+    parse_address,
+)
 from kvtier.tiers.redis.config import HostPort, RedisTls, parse_url
 from kvtier.types import ScopeId, Tier
 
@@ -169,6 +177,14 @@ class BulkSection:
         _within("port", self.port, 0, 65_535)
 
 
+class PeerWay(enum.StrEnum):
+    """How payload comes from another store. Where a way cannot be used, the one before is."""
+
+    GRPC = "grpc"
+    BULK = "bulk"
+    NIXL = "nixl"
+
+
 @dataclass(frozen=True, slots=True)
 class PeersSection:
     """The stores of other nodes, which are read where an index says that they have a block."""
@@ -185,6 +201,12 @@ class PeersSection:
     """Of one read from them all."""
     ask_ms: int = 250
     """How long the index may take to say who has what."""
+    transport: PeerWay = PeerWay.BULK
+    """grpc, bulk or nixl, the best that both ends have being taken; nixl also serves others by it,
+    needs the extra `nixl`, and is neither encrypted nor authenticated."""
+    trusted_network: bool = False
+    """With nixl: everybody who can open a connection to this machine may read and write the memory
+    of the store. Needed off loopback; without it only processes of this machine can."""
     bytes_max: int = 256 << 20
     """Payload on its way from all of them ..."""
     peer_bytes_max: int = 64 << 20
@@ -258,6 +280,12 @@ class StoreConfig(Root):
         for name in ("in_flight_bytes_max", "staging_bytes_max"):
             _within(name, getattr(self, name), 1, _IN_FLIGHT_BYTES_MAX)
         _within("drain_ms_max", self.drain_ms_max, 0, _DEADLINE_MS_MAX)
+        is_far = parse_address(self.listen.bind).reach is not Reach.LOCAL
+        if is_far and self.peers.transport is PeerWay.NIXL and not self.peers.trusted_network:
+            raise ConfigError(
+                "peers.transport nixl off loopback wants peers.trusted_network: its traffic is not "
+                "encrypted, and whoever can connect can read and write the store's memory"
+            )
 
 
 def parse_quota(text: str) -> ScopeQuota:

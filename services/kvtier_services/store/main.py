@@ -49,7 +49,7 @@ from kvtier_services.store.config import StoreConfig, parse_quota
 from kvtier_services.store.dropping import drop_command
 from kvtier_services.store.health import HealthWatch, Report
 from kvtier_services.store.leases import LeaseBook
-from kvtier_services.store.peers import opened_peers
+from kvtier_services.store.peers import opened_nixl, opened_peers
 from kvtier_services.store.publishing import (
     Announcer,
     DigestHashes,
@@ -191,7 +191,8 @@ async def serve(
         identity = replace(identity, grpc_address=reachable(config, tcp.port))
         bulk_port = 0
         if config.bulk.enabled and identity.grpc_address:
-            bulk = served_bulk(config.listen, config.bulk.port, POLICY, parts)
+            nixl = await opened_nixl(config.peers)
+            bulk = served_bulk(config.listen, config.bulk.port, POLICY, parts, nixl)
             bulk_port = await stack.enter_async_context(bulk)
             told = reachable(config, bulk_port)
             identity = replace(identity, bulk_address=told)

@@ -3,6 +3,7 @@
 What must not live here: what is asked of whom (`kvtier.peers`).
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -10,9 +11,16 @@ from kvtier.client.calls import ClientConfig
 from kvtier.client.client import IndexClient
 from kvtier.peers import BulkFirst, BulkTransport, Finder, GrpcTransport, PeerPolicy, PeerTier
 from kvtier.peers.finding import FinderPolicy, HashOf
-from kvtier.ports import Clock
+from kvtier.peers.nixl_agent import Exposure
+from kvtier.peers.nixl_server import NixlEnd
+from kvtier.peers.nixl_transport import NixlTransport, WhenCold
+from kvtier.ports import Clock, PeerTransport
+from kvtier.sections import DialConfig
+from kvtier.telemetry.logs import EventLog
 from kvtier.types import InstanceId
-from kvtier_services.store.config import StoreConfig
+from kvtier_services.store.config import PeersSection, PeerWay, StoreConfig
+
+LOG = EventLog("kvtier_services.store")
 
 
 @contextlib.asynccontextmanager
@@ -36,5 +44,30 @@ async def opened_peers(
             peer_bytes_max=section.peer_bytes_max,
         )
         dial = section.dial(config.index)
-        transport = BulkFirst(BulkTransport(dial), GrpcTransport(dial))
-        yield PeerTier(finder, transport, clock, policy)
+        yield PeerTier(finder, _transport(section, dial), clock, policy)
+
+
+async def opened_nixl(section: PeersSection) -> NixlEnd | None:
+    """This store's own end of NIXL, for others; None where it is off. Takes seconds.
+
+    ConfigError where the extra is not installed, BackendError where UCX does not start.
+    """
+    if section.transport is not PeerWay.NIXL:
+        return None
+    LOG.warning("nixl_is_not_authenticated", trusted_network=section.trusted_network)
+    return await asyncio.to_thread(NixlEnd, _exposure(section))
+
+
+def _transport(section: PeersSection, dial: DialConfig) -> PeerTransport:
+    """The best way that both ends have."""
+    grpc = GrpcTransport(dial)
+    if section.transport is PeerWay.GRPC:
+        return grpc
+    bulk = BulkFirst(BulkTransport(dial), grpc)
+    if section.transport is PeerWay.BULK:
+        return bulk
+    return BulkFirst(NixlTransport(dial, _exposure(section), WhenCold.REFUSE), bulk)
+
+
+def _exposure(section: PeersSection) -> Exposure:
+    return Exposure.ANY if section.trusted_network else Exposure.LOOPBACK
