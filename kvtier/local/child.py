@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 EXEC: Final = "--exec"
@@ -32,6 +33,12 @@ def bind_to(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
     if os.getppid() != parent:
         os._exit(_ORPHANED)
+
+
+def command_of(arguments: Sequence[str]) -> list[str]:
+    """The command of a service, or with EXEC of a program, that the kernel ends as soon as this
+    process ends, however that is."""
+    return [sys.executable, "-P", "-m", "kvtier.local.child", str(os.getpid()), *arguments]
 
 
 def main(argv: list[str]) -> int:

@@ -7,10 +7,7 @@ shown of it, settings.
 
 import asyncio
 import contextlib
-import os
-import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import DeadlineError, NotFoundError, UnavailableError
+from kvtier.local.child import command_of
 from kvtier.local.directory import ServiceState
+from kvtier.local.logs import rotate, tail
 from kvtier.local.plan import Plan, Service
 from kvtier.local.sessions import kill_session
 
@@ -30,8 +29,6 @@ _STEADY_S: Final = 30.0
 _LOOK_S_FIRST: Final = 0.05
 _LOOK_S_MAX: Final = 0.5
 _ROTATE_S: Final = 1.0
-_TAIL_BYTES: Final = 4_096
-_TAIL_LINES: Final = 12
 _KILLED_S: Final = 10.0
 
 
@@ -194,7 +191,7 @@ class _Unit:
         name = self.service.name
         if process.returncode is not None:
             why = _status(process.returncode)
-            raise UnavailableError(f"{name} {why}; the end of {self._log}:\n{self._tail()}")
+            raise UnavailableError(f"{name} {why}; the end of {self._log}:\n{tail(self._log)}")
         if not done:
             raise DeadlineError(
                 f"{name} does not serve after {self._terms.ready_s_max:g} s; see {self._log}"
@@ -258,24 +255,15 @@ class _Unit:
                 process.send_signal(number)
 
     def rotate(self) -> None:
-        """Keep the log within its bound: the full one is copied away and cut to nothing.
-
-        The process appends, so it goes on at the new end; what it writes between copying and
-        cutting is lost.
-        """
-        with contextlib.suppress(OSError):
-            if self._log.stat().st_size > self._terms.log_bytes_max:
-                shutil.copyfile(self._log, self._log.with_suffix(".log.1"))
-                os.truncate(self._log, 0)
+        """Keep the log within its bound. Blocks."""
+        rotate(self._log, self._terms.log_bytes_max)
 
     async def _spawn(self) -> None:
         self.serves.clear()
         self._enter(State.STARTING)
-        argv = [sys.executable, "-P", "-m", "kvtier.local.child", str(os.getpid())]
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *argv,
-                *self.service.argv,
+                *command_of(self.service.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -300,15 +288,6 @@ class _Unit:
         else:
             self.serves.clear()
         self._told(Change(self.service.name, state, detail))
-
-    def _tail(self) -> str:
-        try:
-            with self._log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-                text = file.read().decode("utf-8", "replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
 
 def _status(code: int | None) -> str:

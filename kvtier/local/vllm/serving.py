@@ -12,7 +12,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from kvtier.config import variables_with
 from kvtier.engines.vllm.namespaces import FILE as NAMESPACE_FILE
 from kvtier.engines.vllm.namespaces import told_namespace
 from kvtier.errors import ConfigError
-from kvtier.local.child import EXEC
+from kvtier.local.child import EXEC, command_of
 from kvtier.local.settings import Table, merged
 from kvtier.local.vllm.asking import Server
 from kvtier.local.vllm.environment import look
@@ -117,7 +116,7 @@ class _Pair:
     def _spawned(self) -> subprocess.Popen[bytes]:
         self._say(f"starting vLLM at {self._parts.address}")
         return subprocess.Popen(  # noqa: S603 (the operator chose the program)
-            _child(EXEC, *self._parts.argv),
+            command_of([EXEC, *self._parts.argv]),
             stdin=subprocess.DEVNULL,
             env=variables_with(self._parts.variables),
             process_group=0,
@@ -142,7 +141,7 @@ class _Pair:
         while True:
             started = loop.time()
             self._bridge = await asyncio.create_subprocess_exec(
-                *_child("bridge", "--config", str(toml)),
+                *command_of(["bridge", "--config", str(toml)]),
                 stdin=asyncio.subprocess.DEVNULL,
                 process_group=0,
             )
@@ -168,11 +167,6 @@ class _Pair:
     def _say(self, text: str) -> None:
         self._log.write(f"kvtier vllm: {text}\n")
         self._log.flush()
-
-
-def _child(*arguments: str) -> list[str]:
-    """A process that the kernel kills as soon as this one ends, however it ends."""
-    return [sys.executable, "-P", "-m", "kvtier.local.child", str(os.getpid()), *arguments]
 
 
 def _kill_group(pid: int) -> None:
