@@ -70,7 +70,7 @@ test-vllm: vllm-env .venv-vllm-old/ready ## the connector inside real vLLM serve
 	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" $(BIN)/pytest tests/vllm
 
 .venv/ray-ready: .venv/ready
-	$(BIN)/python -m pip install --quiet "ray[default]==2.55.1"
+	$(BIN)/python -m pip install --quiet "ray[data,default]==2.55.1"
 	touch $@
 
 test-ray: .venv/ray-ready ## a fleet and batches on a real Ray cluster of two nodes, with kills (a minute)

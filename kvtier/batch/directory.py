@@ -72,6 +72,10 @@ class Plan:
     """Each engine its own cache and nothing else, rows of the input dealt out in turn."""
 
 
+class HeldError(UnavailableError):
+    """Another process works on the directory."""
+
+
 class BatchDirectory:
     """See the module."""
 
@@ -80,8 +84,7 @@ class BatchDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Have the directory for oneself; made on first use. UnavailableError where another
-        process works on it."""
+        """Have the directory for oneself; made on first use. HeldError."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -92,7 +95,7 @@ class BatchDirectory:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         except BlockingIOError:
-            raise UnavailableError(f"another process works on {self.root}") from None
+            raise HeldError(f"another process works on {self.root}") from None
         finally:
             os.close(lock)
 

@@ -4,9 +4,10 @@ What must not live here: what rows mean (`rows.py`).
 """
 
 import importlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, Self, cast
 
 from kvtier.batch.rows import Json, Row, parsed_row, row_of
 from kvtier.errors import BackendError, CallerError, ConfigError
@@ -21,6 +22,10 @@ class _Batch(Protocol):
 
 
 class _ParquetFile(Protocol):
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
     def iter_batches(self, batch_size: int) -> Iterator[_Batch]: ...
 
 
@@ -74,17 +79,25 @@ def _table(path: Path) -> Iterator[bytes | Json]:
     except ImportError:
         raise ConfigError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=_PARQUET_ROWS):
-            for row in batch.to_pylist():
-                yield {name: _told(value) for name, value in row.items()}
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                yield from map(plain, batch.to_pylist())
     except (OSError, ValueError) as error:
         raise BackendError(f"{path}: {error}") from error
 
 
-def _told(value: object) -> object:
-    """A value without the fields that a table has for every row and this one does not."""
+def plain(row: Mapping[str, object]) -> dict[str, object]:
+    """A row of a table as JSON has it: without numpy's types, and without the fields that a table
+    has for every row and this one does not (null; NaN where pandas made the table). Pure."""
+    found = ((name, _plain(value)) for name, value in row.items())
+    return {name: value for name, value in found if value is not None}
+
+
+def _plain(value: object) -> object:
+    if hasattr(value, "tolist"):
+        value = cast("object", value.tolist())
     if isinstance(value, dict):
-        return {name: _told(inner) for name, inner in value.items() if inner is not None}
+        return plain(value)
     if isinstance(value, list):
-        return [_told(inner) for inner in value]
-    return value
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

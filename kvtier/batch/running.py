@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import aiohttp
+import uvloop
 
 from kvtier.batch.answers import Totals
 from kvtier.batch.directory import (
@@ -57,7 +58,7 @@ def run(config: BatchConfig, tell: Tell, rows: Rows | None = None, source: str =
         raise ConfigError("inputs is required: at least one file")
     directory = BatchDirectory(config.out.expanduser().absolute())
     with directory.held():
-        return asyncio.run(_run(_Job(config, directory, tell), rows, source))
+        return uvloop.run(_run(_Job(config, directory, tell), rows, source))
 
 
 @dataclass(frozen=True, slots=True)

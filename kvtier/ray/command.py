@@ -16,13 +16,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvtier.config import describe
 from kvtier.errors import ConfigError, DeadlineError, UnavailableError
 from kvtier.ray.batches import submit
-from kvtier.ray.controller import CONTROLLER, Controller
+from kvtier.ray.controller import CONTROLLER, Controller, living_nodes
 from kvtier.ray.settings import document_of, read_fleet
 
 FAILED_ROWS: Final = 3
 NOT_RUNNING: Final = 3
 _LOOK_S: Final = 0.5
-_HEAD: Final = "node:__internal_head__"
 _USAGE: Final = """\
 usage: python -m kvtier.ray up [--config FILE] [FLAGS]   start a fleet, wait until it serves
        python -m kvtier.ray status [--namespace NAME]    what runs, as JSON
@@ -58,7 +57,7 @@ def _up(argv: list[str]) -> int:
     if _controller(config.namespace) is not None:
         raise UnavailableError(f"a fleet runs in {config.namespace}: python -m kvtier.ray down")
     document, flags = document_of(argv)
-    head = next(one["NodeID"] for one in ray.nodes() if _HEAD in one["Resources"] and one["Alive"])
+    head = next(node.node_id for node in living_nodes() if node.is_head)
     controller = (
         ray.remote(Controller)
         .options(

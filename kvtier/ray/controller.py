@@ -7,9 +7,8 @@ live here: what is wanted (`planning.py`), processes (`keeper.py`).
 
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -19,8 +18,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvtier.config import CONFIG_FLAG
 from kvtier.local.plan import Kind
 from kvtier.local.probes import http_json
-from kvtier.ray.keeper import Duty, Keeper
-from kvtier.ray.planning import Node, Serving, Wanted, wanted_of
+from kvtier.ray.keeper import Duty, Keeper, Kept
+from kvtier.ray.planning import Node, Serving, Wanted, kind_of, wanted_of
 from kvtier.ray.settings import on_this_node, read_fleet
 
 CONTROLLER: Final = "controller"
@@ -49,15 +48,14 @@ class Shown:
 class ServiceActor:
     """One service on one node, as an actor: dies with it, and is restarted by Ray."""
 
-    def __init__(self, duty: Mapping[str, Any], data_dir: str, digest: str) -> None:
-        told = {**duty, "kind": Kind(duty["kind"])}
-        root = on_this_node(Path(data_dir)) / told.pop("node") / told["name"]
-        self._keeper = Keeper(Duty(root=root, **told))
+    def __init__(self, duty: Duty, digest: str) -> None:
+        """`duty.root` is of the node that this runs on."""
+        self._keeper = Keeper(replace(duty, root=on_this_node(duty.root)))
         self._digest = digest
 
-    def kept(self) -> dict[str, Any]:
-        """Addresses of the service, and what it was made from."""
-        return {**asdict(self._keeper.kept), "digest": self._digest}
+    def kept(self) -> tuple[Kept, str]:
+        """Addresses of the service, and the digest of what it was made from."""
+        return self._keeper.kept, self._digest
 
     def stop(self) -> None:
         """Let the service drain and end."""
@@ -75,7 +73,7 @@ class Controller:
         self._lock = threading.Lock()
         self._asked: dict[str, Any] = {}
         """What each service was asked and has not answered yet."""
-        self._known: dict[str, dict[str, Any]] = {}
+        self._known: dict[str, tuple[Kept, str]] = {}
         """What those that serve answered."""
         self._places: dict[str, Serving] = {}
         """Where services serve, or did before they ended: they come back there."""
@@ -85,14 +83,12 @@ class Controller:
         self._thread.start()
 
     def status(self) -> list[dict[str, Any]]:
-        """All services that are wanted now."""
-        with self._lock:
-            wanted = wanted_of(self._fleet, _nodes(), self._places)
-            return [asdict(self._shown(one)) for one in wanted]
+        """All services that are wanted now, as `Shown` has them."""
+        return [asdict(one) for one in self._all_shown()]
 
     def serves(self) -> bool:
         """Whether everything wanted serves and every router sends requests to every worker."""
-        shown = [Shown(**one) for one in self.status()]
+        shown = self._all_shown()
         routers = [one for one in shown if one.kind == Kind.ROUTER]
         workers = {one.name for one in shown if one.kind == Kind.WORKER}
         all_serve = all(one.state == SERVING for one in shown)
@@ -102,8 +98,7 @@ class Controller:
 
     def endpoints(self) -> list[str]:
         """URLs of the routers that serve, without /v1."""
-        shown = [Shown(**one) for one in self.status()]
-        routers = [one for one in shown if one.kind == Kind.ROUTER]
+        routers = [one for one in self._all_shown() if one.kind == Kind.ROUTER]
         return [one.url for one in routers if one.state == SERVING]
 
     def stop(self) -> None:
@@ -113,9 +108,7 @@ class Controller:
         with self._lock:
             for kind in (Kind.ROUTER, Kind.WORKER, Kind.STORE, Kind.INDEX):
                 handles = [
-                    handle
-                    for name, handle in self._actors().items()
-                    if name.partition("-")[0] == kind.value
+                    handle for name, handle in self._actors().items() if kind_of(name) is kind
                 ]
                 _stop(handles)
 
@@ -130,7 +123,7 @@ class Controller:
                 continue  # the next pass looks again
 
     def _pass(self) -> None:
-        wanted = {one.name: one for one in wanted_of(self._fleet, _nodes(), self._places)}
+        wanted = {one.name: one for one in wanted_of(self._fleet, living_nodes(), self._places)}
         actors = self._actors()
         for name, handle in actors.items():
             if name in wanted and name not in self._asked:
@@ -141,7 +134,7 @@ class Controller:
             if name not in actors:
                 self._forget(name)
                 self._make(one)
-            elif known is not None and known["digest"] != one.digest:
+            elif known is not None and known[1] != one.digest:
                 self._forget(name)
                 _stop([actors[name]])
         for name in self._known.keys() - wanted.keys():
@@ -157,9 +150,9 @@ class Controller:
             name = names[ref]
             del self._asked[name]
             try:
-                told = ray.get(ref, timeout=_ASK_S)
-                self._known[name] = told
-                self._places[name] = Serving(told["address"], told["socket"])
+                kept, digest = ray.get(ref, timeout=_ASK_S)
+                self._known[name] = kept, digest
+                self._places[name] = Serving(kept.address, kept.socket)
                 self._failed.pop(name, None)
             except (RayActorError, RayTaskError, GetTimeoutError) as error:
                 self._known.pop(name, None)
@@ -167,18 +160,18 @@ class Controller:
 
     def _make(self, wanted: Wanted) -> None:
         config = self._fleet.config
-        duty = {
-            "name": wanted.name,
-            "kind": wanted.kind.value,
-            "node": wanted.node,
-            "ip": wanted.ip,
-            "port": wanted.port,
-            "table": wanted.table,
-            "model": config.model,
-            "ready_s_max": config.ready_s_max,
-            "silent_s_max": config.silent_s_max,
-            "log_bytes_max": config.log_bytes_max,
-        }
+        duty = Duty(
+            name=wanted.name,
+            kind=wanted.kind,
+            ip=wanted.ip,
+            port=wanted.port,
+            table=wanted.table,
+            model=config.model,
+            root=config.data_dir / wanted.node / wanted.name,
+            ready_s_max=config.ready_s_max,
+            silent_s_max=config.silent_s_max,
+            log_bytes_max=config.log_bytes_max,
+        )
         options = {
             "name": wanted.name,
             "namespace": config.namespace,
@@ -189,19 +182,23 @@ class Controller:
             "resources": {wanted.resource: 1.0} if wanted.resource else {},
             "scheduling_strategy": NodeAffinitySchedulingStrategy(wanted.node_id, soft=False),
         }
-        actor = ray.remote(ServiceActor).options(**options)
-        actor.remote(duty, str(config.data_dir), wanted.digest)
+        ray.remote(ServiceActor).options(**options).remote(duty, wanted.digest)
 
     def _actors(self) -> dict[str, Any]:
         namespace = self._fleet.config.namespace
         found = {}
         for one in ray.util.list_named_actors(all_namespaces=True):
-            if one["namespace"] == namespace and one["name"].partition("-")[0] in list(Kind):
+            if one["namespace"] == namespace and kind_of(one["name"]) is not None:
                 try:
                     found[one["name"]] = ray.get_actor(one["name"], namespace)
                 except ValueError:
                     continue  # it died meanwhile
         return found
+
+    def _all_shown(self) -> list[Shown]:
+        with self._lock:
+            wanted = wanted_of(self._fleet, living_nodes(), self._places)
+            return [self._shown(one) for one in wanted]
 
     def _shown(self, wanted: Wanted) -> Shown:
         known = self._known.get(wanted.name)
@@ -209,15 +206,15 @@ class Controller:
         if known is None:
             failed = self._failed.get(wanted.name)
             return replace(shown, state="starting" if failed is None else f"failed: {failed}")
-        told = {name: known[name] for name in ("address", "url", "admin", "pid")}
-        return replace(shown, **told)
+        kept, _ = known
+        return replace(shown, address=kept.address, url=kept.url, admin=kept.admin, pid=kept.pid)
 
     def _forget(self, name: str) -> None:
         self._known.pop(name, None)
         self._asked.pop(name, None)
 
 
-def _nodes() -> list[Node]:
+def living_nodes() -> list[Node]:
     """The machines of the cluster that are alive."""
     return [
         Node(

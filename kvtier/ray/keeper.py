@@ -6,10 +6,8 @@ here: which services there are.
 """
 
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +18,9 @@ from typing import Final
 
 from kvtier.config import Root
 from kvtier.errors import DeadlineError, UnavailableError
+from kvtier.local.child import command_of
 from kvtier.local.directory import DataDirectory
+from kvtier.local.logs import rotate, tail
 from kvtier.local.models import provide
 from kvtier.local.plan import Kind
 from kvtier.local.probes import Probe, accepts, grpc_serving, http_ok
@@ -44,7 +44,6 @@ _LOOK_S: Final = 0.1
 _WATCH_S: Final = 1.0
 _HELD_S_MAX: Final = 30.0
 _STOP_S_MAX: Final = 30.0
-_TAIL_BYTES: Final = 4_096
 _LOOPBACK: Final = "127.0.0.1"
 
 
@@ -137,10 +136,9 @@ class Keeper:
         load_named(CLASSES[duty.kind], path, f"[{duty.kind.value}]")
         if duty.kind is Kind.WORKER:
             provide(duty.model, lambda _: None)
-        argv = [sys.executable, "-P", "-m", "kvtier.local.child", str(os.getpid())]
         with self._log.open("ab") as log:
             process = subprocess.Popen(  # noqa: S603 (our own interpreter)
-                [*argv, duty.kind.value, "--config", str(path)],
+                command_of([duty.kind.value, "--config", str(path)]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -154,7 +152,7 @@ class Keeper:
         while not self._probe():
             status = self._process.poll()
             if status is not None:
-                raise UnavailableError(f"{duty.name} ended with {status}:\n{self._tail()}")
+                raise UnavailableError(f"{duty.name} ended with {status}:\n{tail(self._log)}")
             if time.monotonic() > until:
                 raise DeadlineError(f"{duty.name} does not serve after {duty.ready_s_max:g} s")
             time.sleep(_LOOK_S)
@@ -169,7 +167,7 @@ class Keeper:
         while not self._is_stopping:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_WATCH_S)
-            self._rotate()
+            rotate(self._log, self._duty.log_bytes_max)
             if self._later():
                 seen = time.monotonic()
             is_silent = time.monotonic() - seen > self._duty.silent_s_max
@@ -183,17 +181,6 @@ class Keeper:
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-
-    def _rotate(self) -> None:
-        with suppress(OSError):
-            if self._log.stat().st_size > self._duty.log_bytes_max:
-                shutil.copyfile(self._log, self._log.with_suffix(".log.1"))
-                os.truncate(self._log, 0)
-
-    def _tail(self) -> str:
-        with suppress(OSError):
-            return self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace")
-        return ""
 
 
 def _hold(stack: ExitStack, directory: DataDirectory) -> None:

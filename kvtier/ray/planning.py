@@ -66,6 +66,12 @@ class Serving:
     """Of a store, for workers of its node."""
 
 
+def kind_of(name: str) -> Kind | None:
+    """The kind of the service that an actor of this name keeps; None: it keeps none."""
+    first = name.partition("-")[0]
+    return Kind(first) if first in list(Kind) else None
+
+
 def node_names(nodes: Iterable[Node]) -> dict[str, str]:
     """A name that is safe in paths and unique, by node id; the node's own where it is alone."""
     found: dict[str, list[Node]] = {}

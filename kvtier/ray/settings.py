@@ -83,10 +83,7 @@ class Fleet:
 
 def read_fleet(argv: Sequence[str]) -> Fleet:
     """Read `--config FILE`, the variables KVTIER_RAY_... and the other flags. ConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(CONFIG_FLAG, dest="file")
-    known, rest = parser.parse_known_args(list(argv))
-    file = None if known.file is None else Path(cast("str", known.file))
+    file, rest = _file_of(argv)
     document = {} if file is None else _parsed(file)
     tables = {name: cast("Table", document.get(name, {})) for name in (_TABLE, *SECTIONS)}
     with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
@@ -99,16 +96,21 @@ def read_fleet(argv: Sequence[str]) -> Fleet:
 def document_of(argv: Sequence[str]) -> tuple[str, list[str]]:
     """The text of the file that `--config` names, empty without one, and the other flags: what
     another machine needs to read the same fleet. ConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(CONFIG_FLAG, dest="file")
-    known, rest = parser.parse_known_args(list(argv))
-    text = "" if known.file is None else read_text(Path(cast("str", known.file)), "fleet file")
-    return text, rest
+    file, rest = _file_of(argv)
+    return "" if file is None else read_text(file, "fleet file"), rest
 
 
 def on_this_node(data_dir: Path) -> Path:
     """The data directory, absolute; of this machine's home."""
     return Path.home() / data_dir.expanduser()
+
+
+def _file_of(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """What `--config` names, and the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(CONFIG_FLAG, dest="file")
+    known, rest = parser.parse_known_args(list(argv))
+    return None if known.file is None else Path(cast("str", known.file)), rest
 
 
 def _parsed(file: Path) -> dict[str, object]:

@@ -75,27 +75,6 @@ def test_several_files_are_read_one_after_another(tmp_path: Path) -> None:
     assert [row.custom_id for row in read_rows([one, two], {})] == ["row-0", "row-1", "c"]
 
 
-def test_parquet_is_read_with_lists_of_messages(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    table = arrow.table(
-        {
-            "custom_id": ["a", "b"],
-            "messages": [
-                [{"role": "user", "content": "hi", "name": None}],
-                [{"role": "user", "content": "ho", "name": "me"}],
-            ],
-            "max_tokens": [3, None],
-        }
-    )
-    parquet.write_table(table, tmp_path / "rows.parquet")
-    rows = list(read_rows([tmp_path / "rows.parquet"], {}))
-    assert [row.body for row in rows] == [
-        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
-        {"messages": [{"role": "user", "content": "ho", "name": "me"}]},
-    ]
-
-
 def test_bytes_of_a_prompt_begin_alike_as_far_as_prompts_do() -> None:
     system = {"role": "system", "content": "s" * 300}
 

@@ -3,6 +3,7 @@
 Tests run in order on one cluster: it is up, it does a batch, it mends itself, it is down.
 """
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from kvtier.local.directory import DataDirectory
 from kvtier.local.probes import grpc_serving, http_ok
+from tests.harness.processes import REPOSITORY
 from tests.harness.toml_text import TomlTable, toml_text
-from tests.harness.waiting import eventually
+from tests.harness.waiting import eventually, eventually_async
 from tests.support.local_cluster import MIB, living
+from tests.support.openai_stub import serving
 from tests.support.ray_cluster import WHY_NOT, RayCluster, processes_of, ray_cluster
 from tests.support.worker_cluster import Expected, prompt_of
 
@@ -139,6 +143,89 @@ def test_a_batch_whose_worker_and_own_actor_are_killed_has_every_row_once(fleet:
     assert summary["rows_of_earlier_runs"] >= len(before)
     assert summary["prompt_tokens"] == sum(map(len, asked))
     assert summary["cached_tokens"] > 0.5 * summary["prompt_tokens"]
+
+
+def written_data_set(folder: Path) -> list[str]:
+    """Two files of several row groups; the prompts of all rows."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    questions = [f"group {n % 5} " * 60 + f"question {n}" for n in range(60)]
+    for part in range(2):
+        mine = range(part, len(questions), 2)
+        columns = {
+            "custom_id": [f"id-{n}" for n in mine],
+            "messages": [[{"role": "user", "content": questions[n], "name": None}] for n in mine],
+            "max_tokens": [None if n % 3 else n + 1 for n in mine],
+        }
+        parquet.write_table(arrow.table(columns), folder / f"{part}.parquet", row_group_size=7)
+    return questions
+
+
+async def test_a_data_set_of_ray_has_every_row_once_although_its_actor_is_killed(
+    fleet: UpFleet,
+) -> None:
+    folder, out = fleet.ray.root / "data", fleet.ray.root / "of-data"
+    questions = written_data_set(folder)
+    hold = asyncio.Event()
+
+    async def rule(_prompt: str, _before: int) -> web.Response | None:
+        if len(stub.asked) > 20 and not hold.is_set():
+            await hold.wait()
+        return None
+
+    async with serving(rule) as stub:
+        job = fleet.ray.submit(
+            "batch", "--ray-data", f"parquet:{folder}", "--out", str(out), "--window", "4",
+            "--urls", stub.url,
+        )  # fmt: skip
+        ended = asyncio.create_task(asyncio.to_thread(fleet.ray.done, job))
+
+        async def is_held() -> bool:
+            return stub.at_once == 4 or ended.done()
+
+        await eventually_async(is_held, MEND_S, "the whole window is under way")
+        assert not ended.done(), ended.result().text
+        [actor] = processes_of(fleet.ray, "ray::BatchActor")
+        actor.kill()
+        first = list(stub.asked)
+        hold.set()
+        done = await ended
+    assert done.succeeded, done.text
+    rows = {one["custom_id"]: one for one in lines_of(out / "results.jsonl")}
+    assert len(rows) == len(lines_of(out / "results.jsonl"))
+    assert {name: row["response"]["body"]["choices"][0]["text"] for name, row in rows.items()} == {
+        f"id-{n}": text[-20:][::-1] for n, text in enumerate(questions)
+    }
+    assert len([text for text in stub.asked[len(first) :] if text in first]) == 4
+    assert done.told["rows_of_earlier_runs"] == len(first) - 4
+    asked = {body["messages"][0]["content"]: body for body in stub.bodies}
+    for n, text in enumerate(questions):
+        assert asked[text]["messages"] == [{"role": "user", "content": text}]
+        assert asked[text].get("max_tokens") == (None if n % 3 else n + 1)
+
+
+async def test_a_program_sends_its_own_data_set_as_the_page_shows(fleet: UpFleet) -> None:
+    folder, out = fleet.ray.root / "data", fleet.ray.root / "of-program"
+    page = (REPOSITORY / "docs" / "ray.md").read_text()
+    [shown] = [part for part in page.split("```python\n")[1:] if "dataset_rows" in part]
+    program = fleet.ray.root / "program.py"
+    async with serving() as stub:
+        text = shown.partition("```")[0].replace("http://127.0.0.1:8000", stub.url)
+        program.write_text(
+            "from pathlib import Path\nimport ray\n"
+            f"out = Path({str(out)!r})\n"
+            f"dataset = ray.data.read_parquet({str(folder)!r}).filter(lambda row: "
+            "row['max_tokens'] is not None)\n"
+            f"{text}"
+        )
+        done = await asyncio.to_thread(
+            lambda: fleet.ray.done(fleet.ray.submit_program(str(program)))
+        )
+    assert done.succeeded, done.text
+    names = [one["custom_id"] for one in lines_of(out / "results.jsonl")]
+    assert sorted(names) == sorted(f"id-{n}" for n in range(0, 60, 3))
+    assert all(body["max_tokens"] for body in stub.bodies)
 
 
 def test_a_killed_service_and_a_killed_actor_come_back_at_their_addresses(fleet: UpFleet) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.batch.reading import plain
 from kvtier.errors import ConfigError
 from kvtier.local import settings as local_settings
 from kvtier.local.plan import Kind
 from kvtier.local.settings import load_named
-from kvtier.ray.datasets import dataset_rows, plain
+from kvtier.ray.datasets import dataset_rows
 from kvtier.ray.keeper import CLASSES
 from kvtier.ray.planning import Node, Serving, node_names, wanted_of
 from kvtier.ray.settings import Fleet, document_of, read_fleet
@@ -125,6 +126,10 @@ def test_rows_of_a_data_set_have_no_types_of_numpy() -> None:
     assert rows[0].body == {"prompt": [1, 2, 3], "max_tokens": 4}
     assert rows[1].body == {"messages": [{"role": "user", "content": "hi"}]}
     assert type(plain({"n": np.float32(0.5)})["n"]) is float
+    assert plain({"n": np.float64("nan"), "m": [1.5, None], "o": {"p": None}}) == {
+        "m": [1.5, None],
+        "o": {},
+    }
 
 
 @pytest.mark.parametrize("name", ["fleet.toml", "laptop.toml"])

@@ -29,7 +29,8 @@ WHY_NOT = (
 )
 HEAD_IP, OTHER_IP = "127.0.0.2", "127.0.0.3"
 """Of loopback, and not the address that Ray replaces by the machine's own."""
-_OWNER = "RAY_TEST_OWNER"
+OWNER = "RAY_TEST_OWNER"
+"""Variable that names the folder of the cluster that a process belongs to; it is inherited."""
 START_S = 240.0
 JOB_S = 240.0
 
@@ -72,9 +73,13 @@ class RayCluster:
 
     def submit(self, *arguments: str) -> "subprocess.Popen[str]":
         """`ray job submit` of `python -m kvtier.ray ARGUMENTS`; it follows the job to its end."""
+        return self.submit_program("-m", "kvtier.ray", *arguments)
+
+    def submit_program(self, *arguments: str) -> "subprocess.Popen[str]":
+        """The same of `python ARGUMENTS`."""
         argv = [
             *_ray("job", "submit", "--address", f"http://{self.dashboard}", "--"),
-            sys.executable, "-m", "kvtier.ray", *arguments,
+            sys.executable, *arguments,
         ]  # fmt: skip
         return subprocess.Popen(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -101,7 +106,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     # Ray's sockets have long names, so their folder must have a short one.
     directory = Path(tempfile.mkdtemp(prefix="kvr-"))
     port, dashboard = free_port(), f"127.0.0.1:{free_port()}"
-    variables = VARIABLES | {_OWNER: str(directory)}
+    variables = VARIABLES | {OWNER: str(directory)}
     head = _start(
         "--head", "--node-name=a", f"--node-ip-address={HEAD_IP}", f"--port={port}",
         f"--temp-dir={directory / 'ray'}", "--dashboard-host=127.0.0.1",
@@ -124,7 +129,7 @@ def ray_cluster() -> Iterator[RayCluster]:
             runner.start(Launch("other", other, both, START_S, variables))
             yield RayCluster(dashboard, directory)
         finally:
-            eventually(lambda: not _killed(directory), 60.0, "no process of Ray is left")
+            kill_all_of(directory)
             for name in ("head", "other"):
                 with suppress(KeyError, HarnessError):
                     runner[name].wait(10.0)
@@ -151,8 +156,13 @@ def _ray(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-c", program, *arguments)
 
 
+def kill_all_of(directory: Path) -> None:
+    """Kill every process of a cluster; they lead sessions of their own."""
+    eventually(lambda: not _killed(directory), 60.0, "no process of Ray is left")
+
+
 def _killed(directory: Path) -> bool:
-    """Kill what is left, which leads sessions of its own; whether there was anything."""
+    """Kill what is left; whether there was anything."""
     left = [one for one in psutil.process_iter() if _is_of(one, directory, "")]
     for process in left:
         with suppress(psutil.Error):
@@ -165,7 +175,7 @@ def _is_of(process: psutil.Process, directory: Path, title: str) -> bool:
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        if process.environ().get(_OWNER) != str(directory):
+        if process.environ().get(OWNER) != str(directory):
             return False
         return " ".join(process.cmdline()).startswith(title)
     except psutil.Error:
