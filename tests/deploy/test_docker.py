@@ -1,7 +1,8 @@
 """The Dockerfile without a container engine: linted, read, and its install lines executed.
 
 Each role's environment is made in an empty virtual environment by the very lines of its stage, from
-a wheel that is made of what the Dockerfile copies. PyTorch's are held against the metadata only.
+a wheel that is made of what the Dockerfile copies, and from packages that were fetched once.
+PyTorch's are held against the metadata only.
 """
 
 import json
@@ -143,29 +144,43 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built_wheel(tmp_path_factory)
 
 
+def executed(line: str, **variables: str) -> None:
+    """Run a shell line with this environment's pip; skips where the package index is not there."""
+    here = Path(sys.executable).parent
+    path = f"{here}{os.pathsep}{os.environ['PATH']}"
+    try:
+        done = subprocess.run(
+            ["bash", "-ec", line], capture_output=True, text=True, timeout=INSTALL_S,
+            check=False, env={**os.environ, "PATH": path, **variables},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"the package index takes more than {INSTALL_S:g} s")
+    if done.returncode and _UNREACHABLE.search(done.stderr):
+        pytest.skip(f"the package index cannot be reached: {done.stderr.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """What all roles together need, asked of the package index once: most of an install's time."""
+    folder = tmp_path_factory.mktemp("packages")
+    extras = ",".join(sorted({one for names in INSTALLED.values() for one in names} | {"router"}))
+    executed(f'pip download --quiet --dest "{folder}" "{wheel}[{extras}]"')
+    return folder
+
+
 @pytest.fixture(scope="module", params=list(INSTALLED))
 def role(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path
-) -> Iterator[tuple[str, Environment]]:
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wheel: Path,
+    packages: Path,
+) -> Iterator[tuple[str, Environment]]:  # fmt: skip
     """An environment that the RUN lines of a stage have made."""
     root = tmp_path_factory.mktemp("opt") / "kvtier"
-    here = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}"}
     for line in FILE.stages[request.param].runs():
         moved = line.replace("/opt/kvtier", str(root)).replace("/wheels", str(wheel.parent))
-        # What the local cache has need not come over the network again; compiling costs as much
-        # time as all the rest.
+        # Compiling costs as much time as all the rest.
         moved = moved.replace(" --no-cache-dir", " --no-compile")
-        try:
-            done = subprocess.run(
-                ["bash", "-ec", moved], capture_output=True, text=True, timeout=INSTALL_S,
-                check=False, env=environment,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"the package index takes more than {INSTALL_S:g} s")
-        if done.returncode and _UNREACHABLE.search(done.stderr):
-            pytest.skip(f"the package index cannot be reached: {done.stderr.strip()[-200:]}")
-        assert done.returncode == 0, done.stderr
+        executed(moved, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(packages))
     yield request.param, Environment(root)
     shutil.rmtree(root)
 
