@@ -15,6 +15,7 @@ import pytest
 from kvtier.cli import commands
 from kvtier.config import Root, Setting, _parse_toml, load, settings
 from kvtier.engines.vllm.settings import Settings
+from kvtier.local.vllm.commands import command as vllm_command
 from kvtier.local.vllm.settings import VllmConfig
 from kvtier_router.config import RouterConfig
 from kvtier_router.front.tenants import _TENANT_KEYS
@@ -155,6 +156,20 @@ def test_files_that_are_shown_are_read_by_their_services(page: str, tmp_path: Pa
         path = tmp_path / f"{name}.toml"
         path.write_text("\n".join(lines))
         load(CONFIGS[name], ["--config", str(path)], {})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_way_back_names_what_goes_back_and_only_what_exists(
+    page: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each flag that the way in changes in an engine, a rollback says how it goes back."""
+    (back,) = re.findall(r"^## Rollback\n(.+)", text_of(page), re.MULTILINE | re.DOTALL)
+    assert "\n## " not in back
+    flags = {span for span in _SPAN.findall(back) if span.startswith("--")}
+    assert {"--kv-transfer-config", "--block-size", "--prefix-caching-hash-algo"} <= flags
+    assert vllm_command(["flags", "org/model", "--store=unix:/run/kvtier/store.sock"]) == 0
+    printed = capsys.readouterr().out
+    assert [flag for flag in flags if flag not in printed] == []
 
 
 def test_what_the_pages_say_of_names_in_other_forms_is_so() -> None:
