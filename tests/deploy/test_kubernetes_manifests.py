@@ -6,10 +6,9 @@ Nothing is started here (`test_kubernetes_pods`).
 import argparse
 import json
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 import yaml
 
 from kvtier.config import Root
-from kvtier.engines.vllm.settings import Settings, settings_from
+from kvtier.local.health import DEADLINE_S
 from kvtier.local.vllm.commands import command as vllm_command
 from kvtier.security.endpoints import check_listen
 from kvtier.security.roles import from_uri
@@ -36,6 +35,9 @@ from tests.support.manifest_configs import (
     FIELDS,
     SECRETS,
     config_of,
+    connector_of,
+    flags_of,
+    for_looks,
     in_memory,
     needs,
     service_of,
@@ -52,7 +54,7 @@ from tests.support.manifests import (
     number_of,
     port_of,
     rendered,
-    rendered_at,
+    selects,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -63,7 +65,7 @@ OVERLAYS = ("overlays/dev", "overlays/vllm", "overlays/production")
 VERSIONS = ("1.30", "1.34")
 """Of Kubernetes: the oldest that k8s/ is meant for, and a newer one."""
 OUR_USER = 10_001
-PAGE = K8S.parent / "docs" / "kubernetes.md"
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 STORE_SOCKET = "unix:/run/kvtier/store/store.sock"
 SOCKETS = "/run/kvtier/engine/sockets"
 CUSTOM = {
@@ -217,7 +219,7 @@ def test_every_container_of_ours_has_a_file_and_is_told_to_read_it(overlay: Over
 def test_every_command_is_one_that_there_is(
     overlay: Overlay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers run services; hooks and probes that run `kvtier` are parsed by its own parser."""
+    """Containers run services; hooks that run `kvtier` are parsed by its own parser."""
     hooks = [
         container["lifecycle"]["preStop"]["exec"]["command"]
         for _, container in containers(overlay)
@@ -239,6 +241,35 @@ def test_every_command_is_one_that_there_is(
     assert len(parsed) == len(drains)
 
 
+def test_probes_ask_for_work_and_none_only_for_an_open_port(overlay: Overlay) -> None:
+    looks = 0
+    for _, container in containers(overlay):
+        probes = [container[kind] for kind in PROBES if kind in container]
+        for probe in probes:
+            assert "tcpSocket" not in probe
+            words = probe.get("exec", {}).get("command", ())
+            if words[:1] == ["kvtier"]:
+                # It reads what the service reads, and has longer than a look takes at most.
+                assert words[1:] == ["health", *container["args"]]
+                assert probe["timeoutSeconds"] > 2 * DEADLINE_S
+                looks += 1
+    assert looks == (4 if "production" in overlay.name else 0)
+
+
+def test_replicas_stand_on_several_nodes(overlay: Overlay) -> None:
+    for name in ("kvtier-index", "kvtier-router"):
+        workload = overlay.workload(name)
+        apart = workload.pod["affinity"]["podAntiAffinity"]
+        kinds = ["preferredDuringSchedulingIgnoredDuringExecution"]
+        if name == "kvtier-index" and "dev" not in overlay.name:
+            kinds = ["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert list(apart) == kinds
+        (term,) = apart[kinds[0]]
+        term = term.get("podAffinityTerm", term)
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert selects(term["labelSelector"], workload.labels)
+
+
 def test_ports_probes_and_addresses_agree_with_the_configuration(
     overlay: Overlay, tmp_path: Path
 ) -> None:
@@ -246,9 +277,9 @@ def test_ports_probes_and_addresses_agree_with_the_configuration(
         config = told(workload, container, tmp_path / workload.name / container["name"])
         listening = _ports(config)
         assert listening == {port["containerPort"] for port in container["ports"]}
-        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for kind in PROBES:
             probe = container[kind]
-            for how in ("httpGet", "grpc", "tcpSocket"):
+            for how in ("httpGet", "grpc"):
                 if how in probe:
                     assert port_of(container, probe[how]["port"]) in listening
 
@@ -298,7 +329,7 @@ def test_memory_limits_hold_what_the_configuration_will_use(
             wanted += connector_of(workload, container).staging_bytes
         if service_of(container) is not None:
             config = told(workload, container, tmp_path / workload.name / container["name"])
-            wanted += needs(config, index)
+            wanted += needs(config, index) + for_looks(container)
             # What is preallocated, or will be filled, is there from the start.
             assert number_of(container["resources"]["requests"]["memory"]) == limit
         assert wanted <= limit, (workload.name, container["name"], wanted / (1 << 30))
@@ -368,24 +399,6 @@ def vllm(overlay: Overlay) -> tuple[Workload, Object, list[str]]:
     words = argv_of(container, workload.environment(container, FIELDS))
     assert not any("$(" in word for word in words)
     return workload, container, words
-
-
-def flags_of(words: Sequence[str]) -> dict[str, object]:
-    """Flags with their values, JSON read; None for a switch."""
-    found: dict[str, object] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name.startswith("--"):
-            assert name not in found
-            found[name] = (json.loads(text) if text[:1] == "{" else text) if equals else None
-    return found
-
-
-def connector_of(workload: Workload, container: Object) -> Settings:
-    """What the connector inside vLLM will read."""
-    words = argv_of(container, workload.environment(container, FIELDS))
-    transfer: Any = flags_of(words)["--kv-transfer-config"]
-    return settings_from(transfer["kv_connector_extra_config"])
 
 
 @pytest.fixture(params=["overlays/vllm", "overlays/production"])
@@ -553,78 +566,3 @@ def test_monitors_scrape_every_service_under_the_name_that_the_rules_know(
         jobs.add(relabelled[0] if relabelled else found["metadata"]["labels"][label])
     assert jobs == {"kvtier-index", "kvtier-store", "kvtier-router", "kvtier-bridge"}
     assert jobs == known - {"kvtier-worker"}
-
-
-# ---- what docs/kubernetes.md says
-
-
-BLOCKS = [
-    block.replace("registry.example/", "")
-    for block in re.findall(r"```yaml\n(.+?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    if block.startswith("# kustomization.yaml")
-]
-MINE = """
-apiVersion: apps/v1
-kind: Deployment
-metadata:
-  name: mine
-  labels: {kvtier/attach: vllm}
-spec:
-  selector:
-    matchLabels: {app: mine}
-  template:
-    metadata:
-      labels: {app: mine}
-    spec:
-      containers:
-      - name: server
-        image: mine:1
-        args: [--model=/models/model]
-        env: []
-        volumeMounts: [{name: models, mountPath: /models}]
-      volumes:
-      - name: models
-        persistentVolumeClaim: {claimName: mine}
-"""
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_every_kustomization_of_the_page_is_rendered(block: str, tmp_path: Path) -> None:
-    import kubernetes_validate
-
-    assert len(BLOCKS) >= 3
-    shutil.copytree(K8S, tmp_path / "kvtier" / "k8s")
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "kustomization.yaml").write_text(block)
-    (own / "my-vllm.yaml").write_text(MINE)
-    overlay = rendered_at(own, "own")
-    for one in overlay.objects:
-        if one["kind"] not in CUSTOM:
-            kubernetes_validate.validate(one, VERSIONS[0], strict=True)
-    assert {"kvtier-index", "kvtier-store", "kvtier-router"} <= {w.name for w in overlay.workloads}
-
-
-def test_a_deployment_of_somebody_else_gets_connector_and_bridge(tmp_path: Path) -> None:
-    (block,) = [one for one in BLOCKS if "my-vllm.yaml" in one]
-    shutil.copytree(K8S, tmp_path / "kvtier" / "k8s")
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "kustomization.yaml").write_text(block)
-    (own / "my-vllm.yaml").write_text(MINE)
-    overlay = rendered_at(own, "own")
-    mine = overlay.workload("mine")
-    assert [one["name"] for one in mine.containers] == ["server", "kvtier-bridge"]
-    assert connector_of(mine, mine.containers[0]).model_id == "org/model"
-    assert mine.containers[0]["args"][0] == "--model=/models/model"
-    assert mine.pod["securityContext"]["runAsUser"] == OUR_USER
-    assert mine.labels.items() >= {"app": "mine", "kvtier/role": "engine"}.items()
-    bridge = told(mine, mine.containers[1], tmp_path / "read")
-    assert isinstance(bridge, BridgeConfig)
-    assert bridge.model.served_names == ("chat",)
-
-
-def test_the_table_of_edges_on_the_page_has_every_port() -> None:
-    section = PAGE.read_text(encoding="utf-8").split("## Who may talk to whom")[1].split("\n## ")[0]
-    ports = {port for name in OVERLAYS for _, _, port in allowed_edges(rendered(name))}
-    assert ports | {8000} == {int(port) for port in re.findall(r"\b[78]\d{3}\b", section)}

@@ -1,17 +1,22 @@
 """Overlays of k8s/ without a cluster: every container runs, is probed, serves and is ended.
 
-`tests.support.pods` says what is substituted. What is in the manifests and does not run is in
-`test_kubernetes_manifests`.
+Each overlay is started once; beside `vllm` runs the Deployment of somebody who has followed the
+page and attached theirs. `tests.support.pods` says what is substituted. What is in the
+manifests and does not run is in `test_kubernetes_manifests`.
 """
 
 import json
+import socket
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import count
+from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -20,8 +25,16 @@ from kvtier.client.store_blocking import BlockStoreClient
 from kvtier.ports import GetStatus, PutStatus
 from kvtier.sections import DialConfig
 from tests.harness.waiting import eventually
+from tests.support.kubernetes_page import (
+    Follower,
+    attached,
+    commands,
+    folder_of_follower,
+    joined,
+    rendered_own,
+)
 from tests.support.manifest_configs import KEY, SECRETS
-from tests.support.manifests import KUBECTL, allowed_edges, number_of, rendered
+from tests.support.manifests import KUBECTL, allowed_edges, number_of, port_of, rendered
 from tests.support.pods import NODES, Pod, Site, Terms, site
 from tests.support.store_cluster import CLIENT
 from tests.support.store_service import names
@@ -50,7 +63,8 @@ class Clients:
 
     pods: list[Pod]
     """Behind the service; whoever is taken out gets nothing more."""
-    model: str = "demo"
+    models: Sequence[str] = ("demo",)
+    """What they ask for, in turn of the clients."""
     streams: bool = True
     """Every other request wants a stream."""
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +106,7 @@ class Clients:
         tokens = TURN_TOKENS * (2 + turn % 24)
         prompt = [(client * 31 + at * 7 + at * at) % 256 for at in range(tokens)]
         body = {
-            "model": self.model,
+            "model": self.models[client % len(self.models)],
             "prompt": prompt,
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
@@ -119,7 +133,7 @@ class Clients:
         self.by_router[pod.name] = self.by_router.get(pod.name, 0) + 1
 
 
-PATIENT = {"KVTIER_ROUTER_DRAIN_DELAY_MS": "20000"}
+PATIENT = {"KVTIER_ROUTER_DRAIN_DELAY_MS": "12000"}
 """However slow this machine is: whoever was sent to a router before it was out is let in."""
 SMALL = {
     "KVTIER_STORE_DRAM_BYTES_MAX": str(128 << 20),
@@ -128,11 +142,12 @@ SMALL = {
 BLOCK_BYTES = 4096
 
 
-def test_dev_starts_serves_and_is_ended_without_a_failed_request() -> None:
+def test_dev_starts_serves_and_is_ended_without_a_failed_request(tmp_path: Path) -> None:
     """One pod of each kind is ended as a kubelet ends it, under load."""
     with site(rendered("overlays/dev"), "kubernetes_dev", Terms({"router": PATIENT})) as dev:
         dev.start()
         clients = Clients(dev.of("kvtier-router"))
+        _answers_the_pages_request(dev, tmp_path)
         with clients.asking():
             _end_one_of_each(dev, clients, "kvtier-worker")
         assert clients.failures == []
@@ -143,32 +158,98 @@ def test_dev_starts_serves_and_is_ended_without_a_failed_request() -> None:
                 assert "Traceback" not in process.log_text(), process.name
 
 
-def test_production_serves_by_tls_and_keys_and_is_ended_without_a_failed_request() -> None:
-    terms = Terms({"router": PATIENT, "store": SMALL}, SECRETS, replicas=2)
+def test_vllm_and_a_deployment_that_was_attached_serve_and_are_ended(tmp_path: Path) -> None:
+    """Two models of two Deployments, behind the same routers, beside the same stores."""
+    overlay = joined(rendered("overlays/vllm"), rendered_own(tmp_path, attached()))
+    terms = Terms({"router": PATIENT, "store": SMALL})
+    with site(overlay, "kubernetes_vllm", terms) as made:
+        write_model(made.root / "claims/kvtier-models/qwen3-8b", byte_level_bpe())
+        write_model(made.root / "claims/mine/model", byte_level_bpe())
+        made.start()
+        clients = Clients(made.of("kvtier-router"), ("qwen3-8b", "chat"), streams=False)
+        with clients.asking():
+            _end_one_of_each(made, clients, "kvtier-vllm")
+        assert clients.failures == []
+        (mine,) = made.of("mine")
+        assert mine.name in clients.workers
+        assert set(made.end(mine).values()) == {0}
+        assert made.seen == allowed_edges(made.overlay) - UNUSED
+
+
+def test_production_serves_by_tls_and_keys_and_is_ended_without_a_failed_request(
+    tmp_path: Path,
+) -> None:
+    secrets, key = _secrets_of_the_page(tmp_path)
+    terms = Terms({"router": PATIENT, "store": SMALL}, secrets, replicas=2)
     with site(rendered("overlays/production"), "kubernetes_production", terms) as made:
         write_model(made.root / "claims/kvtier-models/qwen3-8b", byte_level_bpe())
         made.start()
-        clients = _with_key(made)
+        clients = _with_key(made, key)
         with clients.asking():
             _end_one_of_each(made, clients, "kvtier-vllm")
         assert clients.failures == []
         assert made.seen == allowed_edges(made.overlay) - UNUSED
-        stranger = Clients(clients.pods, "qwen3-8b", streams=False, tls=clients.tls)
+        stranger = Clients(clients.pods, clients.models, streams=False, tls=clients.tls)
         stranger.ask(stranger.pods[0], 0, 0)
         assert len(stranger.failures) == 1
         assert " 401 " in stranger.failures[0]
+        _standing_still_is_found(made)
+
+
+def _secrets_of_the_page(folder: Path) -> tuple[Mapping[str, Mapping[str, bytes]], str]:
+    """The Secrets that the page's commands make, and the key that opens the routers."""
+    if which("openssl") is None:
+        return SECRETS, KEY
+    reader = Follower(folder_of_follower(folder), "http://127.0.0.1:9")
+    for line in commands("Production"):
+        if " apply " not in line:
+            reader.type(line)
+    return reader.secrets, reader.key
+
+
+def _answers_the_pages_request(made: Site, folder: Path) -> None:
+    """The page's curl, sent to where its port-forward would have brought it."""
+    if which("curl") is None:
+        return
+    (line,) = [one for one in commands() if one.startswith("curl ")]
+    at = f"{made.of('kvtier-router')[0].address}:{PORT}"
+    reader = Follower(folder, "http://127.0.0.1:9")
+    reader.type(line.replace("127.0.0.1:8080", at))
+    (said,) = reader.said.values()
+    assert json.loads(said)["usage"]["completion_tokens"] == 8
+
+
+def _standing_still_is_found(made: Site) -> None:
+    """A process whose port is open, and that does nothing, does not pass for ready."""
+    pods = [made.of("kvtier-index")[1], made.of("kvtier-store")[1]]
+    for pod in pods:
+        (process,) = pod.processes.values()
+        process.freeze()
+        socket.create_connection((pod.address, _grpc_port(pod)), _WAIT_S).close()
+    with ThreadPoolExecutor(len(pods)) as pool:
+        looks = [
+            pool.submit(made.probe, pod, pod.workload.containers[0], "readinessProbe")
+            for pod in pods
+        ]
+    assert [look.result() for look in looks] == [False, False]
+
+
+def _grpc_port(pod: Pod) -> int:
+    return port_of(pod.workload.containers[0], "grpc")
 
 
 def _end_one_of_each(made: Site, clients: Clients, engines: str) -> None:
     clients.after(30)
     _read_elsewhere(made)
-    made.look()
-    busiest = max(clients.workers, key=lambda name: clients.workers[name])
-    pods = [
-        made.of("kvtier-index")[0],
-        next(pod for pod in made.of(engines) if pod.name == busiest),
-        made.of("kvtier-store")[0],
-    ]
+    expected = allowed_edges(made.overlay) - UNUSED
+
+    def all_seen() -> bool:
+        made.look()
+        return made.seen >= expected
+
+    eventually(all_seen, _WAIT_S, f"connections along {expected}")
+    busiest = max(made.of(engines), key=lambda pod: clients.workers.get(pod.name, 0))
+    pods = [made.of("kvtier-index")[0], busiest, made.of("kvtier-store")[0]]
     with _ending_router(made, clients):
         for pod in pods:
             _below_limits(made)
@@ -212,11 +293,12 @@ def _read_elsewhere(made: Site) -> None:
         eventually(are_there, _WAIT_S, "the blocks of one node on the other")
 
 
-def _with_key(made: Site) -> Clients:
+def _with_key(made: Site, key: str) -> Clients:
     assert made.authority is not None
     tls = ssl.create_default_context(cadata=made.authority.cert.decode())
-    key = {"authorization": f"Bearer {KEY}"}
-    return Clients(made.of("kvtier-router"), "qwen3-8b", streams=False, headers=key, tls=tls)
+    shown = {"authorization": f"Bearer {key}"}
+    routers = made.of("kvtier-router")
+    return Clients(routers, ("qwen3-8b",), streams=False, headers=shown, tls=tls)
 
 
 def _below_limits(made: Site) -> None:

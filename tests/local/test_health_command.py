@@ -119,7 +119,7 @@ def pages(status: int = 200, tls: TlsConfig | None = None) -> Iterator[tuple[int
             context.verify_mode = ssl.CERT_REQUIRED
             context.load_cert_chain(tls.cert_file, tls.key_file)
             server.socket = context.wrap_socket(server.socket, server_side=True)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server.server_port, asked

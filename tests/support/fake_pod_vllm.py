@@ -43,6 +43,8 @@ class Endpoint(BaseHTTPRequestHandler):
                     f'vllm:generation_tokens_total{{engine="0"}} {_COUNTS["generated"]}\n'
                 )
             self._say(200, page.encode())
+        elif self.path == "/health":
+            self._say(200, b"")
         elif self.path == "/v1/models" and self._is_let_in():
             self._say(200, json.dumps({"data": [{"id": self.name}]}).encode())
         else:

@@ -4,12 +4,14 @@ that this will take.
 What must not live here: processes.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtier.config import Root, load
+from kvtier.engines.vllm.settings import Settings, settings_from
 from kvtier.limits import ENGINE_HELD_BYTES_MAX, NVME_UNSAVED_BYTES_MAX
 from kvtier_router.config import RouterConfig
 from kvtier_services.bridge.config import BridgeConfig
@@ -51,6 +53,8 @@ _TORCH = 768 * MIB
 _TEXT = 128 * MIB
 """A tokenizer with its cache of segments."""
 _FOLLOWERS = 128 * MIB
+_LOOK = 96 * MIB
+"""`kvtier health`, which runs in the container that it looks at."""
 _C = TypeVar("_C", bound=Root)
 
 
@@ -127,6 +131,15 @@ def needs(config: Root, index: IndexConfig) -> int:
     raise AssertionError(type(config))
 
 
+def for_looks(container: Object) -> int:
+    """Bytes of the probes that are processes of ours, of those that may run at once."""
+    words = [
+        container.get(kind, {}).get("exec", {}).get("command", ("",))[0]
+        for kind in ("readinessProbe", "livenessProbe")
+    ]
+    return _LOOK * words.count("kvtier")
+
+
 def in_memory(workload: Workload, container: Object) -> int:
     """Bytes of the volumes in memory that a container mounts: they count as its own."""
     return sum(
@@ -134,3 +147,24 @@ def in_memory(workload: Workload, container: Object) -> int:
         for mount in container.get("volumeMounts", ())
         if "Memory" in (volume := workload.volume(mount["name"])).get("emptyDir", {}).values()
     )
+
+
+# vLLM
+
+
+def flags_of(words: Sequence[str]) -> dict[str, object]:
+    """Flags with their values, JSON read; None for a switch."""
+    found: dict[str, object] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name.startswith("--"):
+            assert name not in found
+            found[name] = (json.loads(text) if text[:1] == "{" else text) if equals else None
+    return found
+
+
+def connector_of(workload: Workload, container: Object) -> Settings:
+    """What the connector inside vLLM will read."""
+    words = argv_of(container, workload.environment(container, FIELDS))
+    transfer: Any = flags_of(words)["--kv-transfer-config"]
+    return settings_from(transfer["kv_connector_extra_config"])

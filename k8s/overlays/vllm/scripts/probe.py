@@ -55,6 +55,8 @@ def main(url: str, seconds: str) -> int:
         reason = "no token came"
     except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
         reason = f"{type(error).__name__}: {error}"
+    finally:
+        connection.close()
     sys.stderr.write(f"{url}: {reason}\n")
     return 1
 
