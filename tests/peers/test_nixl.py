@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, KvtierError, LimitError, UnavailableError
-from kvtier.peers import BulkFirst, BulkTransport, GrpcTransport, nixl_transport
+from kvtier.peers import BulkFirst, BulkTransport, GrpcTransport, fallback, nixl_transport
 from kvtier.peers import bulk_wire as form
 from kvtier.peers.nixl_agent import Exposure
 from kvtier.peers.nixl_server import ACQUAINTANCES_MAX, NixlEnd, Offer
@@ -30,6 +30,7 @@ from tests.harness.waiting import eventually_async
 from tests.peers.test_bulk_server import KEYS, said
 from tests.peers.test_transports import CORRUPT, ERROR, HIT, MISS, Way, place_of
 from tests.support.memory_agents import World
+from tests.support.peer_stores import PATIENT, some_nodes
 from tests.support.store_service import MIB, a_store, small_store
 from tests.tiers.contract import BLOCK_BYTES, NAMESPACE, name_of, payload_of, soon
 
@@ -200,6 +201,25 @@ async def test_a_store_that_was_not_met_is_met_while_calls_go_another_way(
                 return False
 
         await eventually_async(is_met, 30, "the two have met")
+
+
+async def test_a_store_reads_another_at_once_and_by_nixl_as_soon_as_they_have_met(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_peers, "NixlTransport", partial(NixlTransport, maker=world.agent))
+    monkeypatch.setattr(fallback, "AGAIN_S", 0.0)
+    peers = replace(PATIENT, transport=PeerWay.NIXL)
+    async with some_nodes(tmp_path, "a", "b", peers=peers, promote_touches_min=1000) as nodes:
+        await nodes.put("a", 1, 2)
+        assert await nodes.get("b", 1, 2, 3) == [True, True, False]
+
+        async def came_by_nixl() -> bool:
+            tried = 1  # with zeros, when the two met
+            begun = max(tried, len(world.targets))
+            assert await nodes.get("b", 1, 2) == [True, True]
+            return len(world.targets) > begun
+
+        await eventually_async(came_by_nixl, 60, "blocks come by NIXL")
 
 
 async def test_payloads_longer_than_a_slot_and_of_unknown_length_come_over_the_channel(
