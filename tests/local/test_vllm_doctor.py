@@ -67,6 +67,16 @@ def test_a_missing_flag_is_named_as_it_is_typed(case: str, what: str, flag: str)
     assert finding.mend == MENDS[flag]
 
 
+def test_every_flag_that_serve_sets_is_missed_where_it_is_not_given() -> None:
+    missed = {
+        one.mend
+        for case in ("bare", "partial")
+        for one in examine(seen(case), WANTED)
+        if one.state is State.MISSING
+    }
+    assert set(MENDS.values()) <= missed
+
+
 def test_what_a_server_does_not_tell_is_unknown_and_not_missing() -> None:
     told = seen("good", config=None, replay=None)
     assert found(told, "events").state is State.UNKNOWN

@@ -4,39 +4,16 @@ vLLM's own `Request` and block hasher run in its own Python, with our connector 
 model that would look at an image is all that is missing.
 """
 
-import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.processes import REPOSITORY, clean_environment
 from tests.support.vllm_servers import PYTHON, WHY_NOT
 
 if not PYTHON:
     pytest.skip(WHY_NOT, allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    adapter = tmp_path_factory.mktemp("adapter")
-    (adapter / "adapter_model.safetensors").write_bytes(b"weights")
-    probe = Path(__file__).parents[1] / "support" / "vllm_probe.py"
-    done = subprocess.run(
-        [PYTHON, str(probe), "--lora", str(adapter)],
-        env=clean_environment() | {"DO_NOT_TRACK": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def names(asked: dict[str, Any], case: str) -> set[str]:
