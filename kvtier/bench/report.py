@@ -28,6 +28,7 @@ BENCHES = (
     "cluster",
     "vllm",
     "peers",
+    "batch",
 )
 """Names of benches; a `-` in a name is a `_` in the name of its module."""
 

@@ -17,7 +17,7 @@ from kvtier.errors import CallerError, UnavailableError
 from tests.harness.ports import free_port
 from tests.harness.processes import Launch, ProcessRunner, python_module
 from tests.harness.waiting import eventually_async
-from tests.support.openai_stub import serving
+from tests.support.openai_stub import completion, serving
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -124,6 +124,36 @@ async def test_the_summary_counts_what_answers_say_and_compares_with_other_order
     by_tier = told["cached_tokens_by_tier"]
     assert isinstance(by_tier, dict)
     assert told["beyond_own_cache_tokens"] == by_tier["dram"]
+
+
+async def test_savings_are_what_was_cached_less_what_each_comparison_would_have_found(
+    tmp_path: Path,
+) -> None:
+    """Six equal prompts of eight pieces: one cache finds five of them, two engines in turn four."""
+    prompt = "x" * 1023  # and a byte for the name of the model
+    tokens = len(prompt) // 4
+
+    async def rule(text: str, before: int) -> web.Response | None:
+        told = completion({"model": "m"}, text)
+        cached = tokens if before else 0
+        told["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
+        told["usage"]["kvtier"] = {"cached_tokens": {"gpu": 0, "dram": cached}}
+        return web.json_response(told)
+
+    async with serving(rule) as stub:
+        config = config_of(tmp_path, stub.url, [prompt] * 6)
+        await done(config)
+    told = read_summary(tmp_path / "out")
+    assert told["prompt_tokens"] == 6 * tokens
+    assert told["cached_tokens"] == told["beyond_own_cache_tokens"] == 5 * tokens
+    assert told["hit_rate"] == round(5 / 6, 4)
+    estimates = told["estimates"]
+    assert isinstance(estimates, dict)
+    assert estimates["grouped_cached_tokens"] == 5 * tokens
+    assert estimates["input_order_cached_tokens"] == 5 * tokens
+    assert estimates["engines_alone_cached_tokens"] == 4 * tokens
+    assert estimates["saved_against_input_order_tokens"] == 0
+    assert estimates["saved_against_engines_alone_tokens"] == tokens
 
 
 async def test_the_order_of_the_input_is_kept_where_it_is_asked_for(tmp_path: Path) -> None:
