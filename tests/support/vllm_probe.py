@@ -347,6 +347,22 @@ def halves_did() -> dict[str, Any]:
     found["an unknown layout"] = halves.load(request_of("r")) | {"said": said}
     halves.close()
 
+    for state, free in (("empty", 7), ("in use", 6)):
+        client, request = Client(), request_of("r")
+        halves = Halves(client, held=False)
+        halves.scheduler.on_new_request(request)
+        halves.scheduler.bind_gpu_block_pool(
+            Fake(num_gpu_blocks=8, get_num_free_blocks=lambda free=free: free)
+        )
+        with listened() as said:
+            found[f"reset of a pool that is {state}"] = halves.scheduler.reset_cache()
+        found[f"said of a pool that is {state}"] = len(said)
+        halves.offered(request)
+        found[f"saved after a reset of a pool that is {state}"] = halves.compute(
+            request, client, 100
+        )
+        halves.close()
+
     for policy in ("prompt", "all", "none"):
         client, request = Client(), request_of("r")
         halves = Halves(client, held=False, save=policy)

@@ -67,6 +67,20 @@ def test_blocks_of_prompts_or_generated_ones_too_or_none_are_saved(halves: dict[
     assert saved == {"prompt": [0, 1, 2], "all": [0, 1, 2, 3], "none": []}
 
 
+def test_a_reset_while_blocks_are_in_use_fails_and_nothing_is_saved_of_what_is_computed_on_them(
+    halves: dict[str, Any],
+) -> None:
+    """Weights that were changed under them have made none of them whole."""
+    found = {
+        state: tuple(
+            halves[f"{what} a pool that is {state}"]
+            for what in ("reset of", "said of", "saved after a reset of")
+        )
+        for state in ("empty", "in use")
+    }
+    assert found == {"empty": (True, 1, [0, 1, 2]), "in use": (False, 2, [])}
+
+
 @pytest.mark.parametrize(
     ("case", "reason"),
     [

@@ -95,6 +95,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self._lookups: StoreLookups | None = None
         self._transfers: Transfers | None = None
         self._residents: ResidentsFeed | None = None
+        self._pool: Any = None
         self._adapters = AdapterDigests()
         self._namespaces: dict[bytes | None, tuple[Fingerprint, ...]] = {}
         self._invalid_blocks: set[int] = set()
@@ -138,6 +139,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- scheduler
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
         if self._residents is not None:
             self._residents.bind(gpu_block_pool.blocks)
 
@@ -231,13 +233,23 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        """Never again use what is stored by now: the weights may have been changed in place."""
+        """Never again use what is stored by now: the weights may have been changed in place.
+
+        False where vLLM could not empty its own pool before, because requests ran: what it computes
+        on that is not saved until a reset succeeds.
+        """
         if self._scheduling is None or self._facts is None:
             return True
         self._facts = replace(self._facts, generation=secrets.token_hex(8))
         self._namespaces.clear()
         self._scheduling.renewed(self._facts)
         LOG.warning("kvtier: reset: from now on this engine shares blocks with itself only")
+        if self._holds_blocks():
+            LOG.error(
+                "kvtier: blocks were in use at the reset: nothing is saved until one succeeds"
+            )
+            self._scheduling.save_nothing()
+            return False
         return True
 
     # ---- both
@@ -331,6 +343,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._residents.close()
 
     # ---- parts
+
+    def _holds_blocks(self) -> bool:
+        """Whether the engine's pool is not empty; one block of it is never given away."""
+        pool = self._pool
+        return pool is not None and pool.get_num_free_blocks() < pool.num_gpu_blocks - 1
 
     def _take_ends(self) -> None:
         if self._transfers is not None:

@@ -171,6 +171,8 @@ class Scheduling:
     _steps: int = 0
     _computes: bool = False
     """Whether the last step computed something."""
+    _saves_nothing: bool = False
+    """Since a renewal that left blocks of before in the engine."""
 
     def arrived(self, arrival: Arrival, now: float) -> None:
         """A new request; its blocks are looked up at once."""
@@ -286,6 +288,12 @@ class Scheduling:
             tracked.next, tracked.answer, tracked.held = _Next.NEW_LOOKUP, None, None
             tracked.considered = 0
         self._recent.clear()
+        self._saves_nothing = False
+
+    def save_nothing(self) -> None:
+        """The engine still computes on blocks of before a renewal: until the next one, whatever it
+        fills stands for no weights that have a name."""
+        self._saves_nothing = True
 
     def finished(self, request_id: str) -> None:
         """A request is over, however."""
@@ -317,7 +325,7 @@ class Scheduling:
 
     def _to_save(self, tracked: _Tracked, one: Scheduled, now: float) -> SaveOrder | None:
         policy, arrival = self.settings.save, tracked.arrival
-        if policy is SavePolicy.NONE:
+        if policy is SavePolicy.NONE or self._saves_nothing:
             return None
         whole = min(one.computed_tokens // self.block_tokens, len(arrival.digests))
         if policy is SavePolicy.PROMPT:

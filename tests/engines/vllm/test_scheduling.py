@@ -405,6 +405,23 @@ def test_after_a_reset_requests_begin_anew_under_the_new_generation() -> None:
     assert list(order.digests) == names
 
 
+def test_what_is_computed_on_blocks_of_before_a_reset_is_not_saved_until_the_next_one() -> None:
+    names = digests(4)
+    side = scheduling(FakeStore())
+    side.arrived(arrival(names, 4 * BLOCK), 0.0)
+    assert len(side.step([Scheduled("r", 2 * BLOCK, block_ids(4))], 0.0, 2 * BLOCK).saves) == 1
+    side.renewed(replace(FACTS, generation="g2"))
+    side.save_nothing()
+    assert side.matched("r", 0, 0.1) == 0
+    side.arrived(arrival(digests(4, "later"), 4 * BLOCK, "later"), 0.1)
+    ran = [Scheduled(name, 4 * BLOCK, block_ids(4)) for name in ("r", "later")]
+    assert side.step(ran, 0.2, 6 * BLOCK).saves == ()
+    side.renewed(replace(FACTS, generation="g3"))
+    assert side.matched("r", 0, 0.3) == 0
+    (order,) = side.step([Scheduled("r", 4 * BLOCK, block_ids(4))], 0.4, 4 * BLOCK).saves
+    assert (order.generation, list(order.digests)) == ("g3", names)
+
+
 def test_small_steps_say_nothing_of_prefill() -> None:
     worth = Worth(BLOCK, 0.0)
     before = worth.compute_s(10, 0.0)
