@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.core.engine_events import EventFault
 from kvtier.core.engine_holdings import EngineHoldings, HoldingsTerms, KnownKeys
 from kvtier.core.engine_residents import (
     ROW,
@@ -72,13 +73,14 @@ class Rig:
     path: Path
     index: Index = field(default_factory=Index)
     now: float = 100.0
+    residents_max: int = 1_000
 
     def __post_init__(self) -> None:
         self.rank = EngineRank(
             0,
             DecodePolicy(Dialect.VLLM, 16),
             SequenceTracker(),
-            EngineHoldings(HoldingsTerms(POOL), KnownKeys(100)),
+            EngineHoldings(HoldingsTerms(POOL, residents_max=self.residents_max), KnownKeys(100)),
             Doors(lambda _: None, self.index.join, self.index.leave),
             FeedTerms(ROOT, 1_000),
         )
@@ -283,3 +285,53 @@ def test_digests_that_a_store_knows_are_told(rig: Rig) -> None:
     (name,) = rig.rank.unresolved()
     rig.rank.learn({name: 77})
     assert (rig.index.held, rig.index.trust) == ({5, 77}, Trust.EXACT)
+
+
+@pytest.mark.parametrize(
+    ("payload", "faults"),
+    [
+        (b"\xc1", {EventFault.MALFORMED: 1}),
+        (wire.raw({}), {EventFault.SHAPE: 1}),
+        (
+            wire.encoded({"type": "BlockFolded"}, 7),
+            {EventFault.UNKNOWN_TYPE: 1, EventFault.SHAPE: 1},
+        ),
+        (wire.encoded({"type": "BlockRemoved"}), {EventFault.FIELD: 1}),
+        (None, {EventFault.SHAPE: 1}),
+    ],
+    ids=["no msgpack", "no batch", "no known event", "no hashes", "no number"],
+)
+def test_what_cannot_be_read_is_counted_by_reason_and_in_doubt_until_a_clear(
+    rig: Rig, payload: bytes | None, faults: dict[EventFault, int]
+) -> None:
+    rig.events(1)
+    assert rig.index.trust is Trust.EXACT
+    if payload is None:
+        rig.rank.malformed()
+    else:
+        rig.rank.live(1, payload, rig.now)
+    assert rig.rank.faults == faults
+    assert (rig.index.trust, rig.rank.doubts) == (Trust.DEGRADED, {Doubt.UNDECODABLE})
+    assert rig.rank.doubted[Doubt.UNDECODABLE] == 1
+    rig.rank.live(rig.rank.tracker.applied_seq + 1, wire.encoded(wire.AllBlocksCleared()), rig.now)
+    assert (rig.index.trust, rig.index.held) == (Trust.EXACT, set())
+
+
+def test_more_blocks_than_the_ceiling_are_a_doubt_until_the_engine_is_empty(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "residents-0.sock", residents_max=2)
+    rig.events(1, 2)
+    assert (len(rig.index.held), rig.index.trust) == (2, Trust.EXACT)
+    rig.rank.live(2, stored(3), rig.now)
+    assert (len(rig.index.held), rig.index.trust) == (2, Trust.DEGRADED)
+    assert (rig.rank.doubts, rig.rank.doubted[Doubt.OVERFLOW]) == ({Doubt.OVERFLOW}, 1)
+    rig.rank.live(3, wire.encoded(wire.AllBlocksCleared()), rig.now)
+    assert (rig.index.trust, rig.index.held) == (Trust.EXACT, set())
+    rig.close()
+
+
+def test_a_clear_of_the_gpu_does_not_make_up_for_what_was_lost_of_other_media(rig: Rig) -> None:
+    rig.events(1)
+    rig.rank.live(1, wire.encoded(wire.stored([9], None, [9] * 16, medium="CPU")), rig.now)
+    rig.rank.malformed()
+    rig.rank.live(2, wire.encoded(wire.AllBlocksCleared()), rig.now)
+    assert (rig.index.held, rig.index.trust) == (set(), Trust.DEGRADED)

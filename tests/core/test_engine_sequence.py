@@ -167,6 +167,46 @@ def test_a_gap_that_the_ring_has_forgotten_stays_said() -> None:
     assert world.is_exact()
 
 
+def test_a_ring_that_has_just_forgotten_the_last_message_proves_nothing() -> None:
+    world = joined(3, ring=2)
+    world.disconnect()
+    world.publish()
+    world.publish()
+    world.connect()
+    world.settle()
+    assert world.applied == world.log
+    assert (world.lost, world.tracker.doubts) == ([Doubt.UNVERIFIED], {Doubt.UNVERIFIED})
+
+
+def test_a_message_that_waited_for_a_replay_of_another_life_is_of_the_one_before() -> None:
+    world = joined(2)
+    world.act(world.tracker.live(5, b"0:5", world.now))
+    assert world.asked == 1
+    world.life, world.log = 1, []
+    world.ring.clear()
+    world.is_up = False  # the subscription has not noticed yet
+    world.publish()
+    world.publish()
+    world.settle()
+    assert (world.applied, world.asked) == ([b"1:0", b"1:1"], None)
+    assert (world.tracker.trust, world.tracker.counts.restarts) == (Trust.EXACT, 1)
+
+
+def test_a_replay_with_a_hole_in_it_is_asked_for_again_from_the_hole() -> None:
+    world = joined(2)
+    world.publish(heard=False)
+    world.publish(heard=False)
+    world.publish()
+    assert world.asked == 1
+    world.act(world.tracker.replayed(1, b"0:1", world.now))
+    world.act(world.tracker.replayed(2, b"0:2", world.now))
+    world.asked = None
+    world.act(world.tracker.replayed(4, b"0:4", world.now))
+    assert (world.asked, len(world.applied)) == (2, 3)
+    world.settle()
+    assert (world.applied, world.tracker.trust) == (world.log, Trust.EXACT)
+
+
 def test_a_restarted_engine_is_noticed_by_its_number() -> None:
     world = joined(5)
     world.restart_engine()
@@ -255,6 +295,16 @@ def test_live_messages_that_wait_are_bounded() -> None:
         world.publish()
     assert world.tracker.doubts == {Doubt.GAP}
     assert len(world.applied) == 2 + world.config.held_batches_max
+
+
+def test_live_messages_that_wait_are_bounded_in_bytes() -> None:
+    world = joined(1, config=SequenceConfig(held_bytes_max=100))
+    world.publish(heard=False)
+    world.act(world.tracker.live(2, b"x" * 60, world.now))
+    assert Doubt.GAP not in world.tracker.doubts
+    world.act(world.tracker.live(3, b"y" * 60, world.now))
+    assert world.tracker.doubts == {Doubt.GAP}
+    assert world.applied[1:] == [b"x" * 60, b"y" * 60]
 
 
 def test_a_message_that_comes_twice_is_applied_once() -> None:

@@ -173,6 +173,12 @@ def test_a_placeholder_of_an_offloading_connector_is_not_indexed() -> None:
     assert (read.unindexed, read.place) == (Unindexed.NO_TOKENS, Place("CPU", "fs", 0))
 
 
+def test_blocks_on_another_machine_are_not_in_the_engines_memory() -> None:
+    for locality, medium in (("REMOTE", "REMOTE"), ("LOCAL", "GPU"), (None, "GPU")):
+        event = wire.stored([B0], None, TOKENS, locality=locality)
+        assert stored_of(VLLM, wire.encoded(event)).place.medium == medium
+
+
 def test_full_digests_on_the_wire_are_names_too() -> None:
     digest = bytes(range(32))
     event = stored_of(VLLM, wire.encoded(wire.stored([digest], None, TOKENS)))
