@@ -311,7 +311,7 @@ def test_what_cannot_be_read_is_counted_by_reason_and_in_doubt_until_a_clear(
     else:
         rig.rank.live(1, payload, rig.now)
     assert rig.rank.faults == faults
-    assert (rig.index.trust, rig.rank.doubts) == (Trust.DEGRADED, {Doubt.UNDECODABLE})
+    assert (rig.rank.trust, set(rig.rank.doubts)) == (Trust.DEGRADED, {Doubt.UNDECODABLE})
     assert rig.rank.doubted[Doubt.UNDECODABLE] == 1
     rig.rank.live(rig.rank.tracker.applied_seq + 1, wire.encoded(wire.AllBlocksCleared()), rig.now)
     assert (rig.index.trust, rig.index.held) == (Trust.EXACT, set())
@@ -323,7 +323,7 @@ def test_more_blocks_than_the_ceiling_are_a_doubt_until_the_engine_is_empty(tmp_
     assert (len(rig.index.held), rig.index.trust) == (2, Trust.EXACT)
     rig.rank.live(2, stored(3), rig.now)
     assert (len(rig.index.held), rig.index.trust) == (2, Trust.DEGRADED)
-    assert (rig.rank.doubts, rig.rank.doubted[Doubt.OVERFLOW]) == ({Doubt.OVERFLOW}, 1)
+    assert (set(rig.rank.doubts), rig.rank.doubted[Doubt.OVERFLOW]) == ({Doubt.OVERFLOW}, 1)
     rig.rank.live(3, wire.encoded(wire.AllBlocksCleared()), rig.now)
     assert (rig.index.trust, rig.index.held) == (Trust.EXACT, set())
     rig.close()
