@@ -311,6 +311,10 @@ class Guest:
                         raise CallerError("a payload of another length")
                     into = exchange.slot.memory[i * step :][: payload.nbytes]
                     copy_checksum(into, payload)
+                    # What was here before, of whomever, does not go along.
+                    exchange.slot.memory[i * step + payload.nbytes : (i + 1) * step] = bytes(
+                        step - payload.nbytes
+                    )
             finally:
                 valid = on_loop(lent.back())
             size_bytes = step * (hits - 1) + asked.payload_bytes if hits else 0

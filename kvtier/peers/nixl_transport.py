@@ -87,6 +87,11 @@ class _Near:
         self.base = self.agent.register(self.staging.memory)
         self.description = self.agent.describe()
 
+    def close(self) -> None:
+        """End the agent. A store that stood still may yet write into what it was lent."""
+        self.agent.close()
+        self.staging.bury()
+
 
 class NixlTransport:
     """See the module. Belongs to one event loop."""
@@ -182,7 +187,7 @@ class NixlTransport:
         await closing
         near, self._near = self._near, None
         if near is not None:
-            await asyncio.to_thread(near.agent.close)
+            await asyncio.to_thread(near.close)
 
     # Meeting
 
@@ -230,11 +235,11 @@ class NixlTransport:
             if near is not None and near.staging.is_spent:
                 self._near = None
                 self.renewals += 1
-                await asyncio.to_thread(near.agent.close)
+                await asyncio.to_thread(near.close)
             if self._near is None:
                 opened = await asyncio.to_thread(_Near, self._reach, self._maker)
                 if not self._is_open:
-                    await asyncio.to_thread(opened.agent.close)
+                    await asyncio.to_thread(opened.close)
                     raise UnavailableError("the transport is closed")
                 self._near = opened
             return self._near

@@ -5,6 +5,7 @@ nobody can know that is retired: its memory is never used again.
 What must not live here: how bytes are moved, and how it is known that they have come to rest.
 """
 
+import contextlib
 import mmap
 import threading
 import time
@@ -18,6 +19,8 @@ SLOT_BYTES: Final = 8 << 20
 """Payload of one exchange, at most; both ends have it from here."""
 SLOTS: Final = 8
 ALIGNMENT: Final = 64
+_BURIED: Final[list[mmap.mmap]] = []
+"""Address space, without pages, that nothing else of this process may ever get."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +38,8 @@ class Staging:
 
     def __init__(self, slots: int = SLOTS, slot_bytes: int = SLOT_BYTES) -> None:
         """Takes address space; pages come when they are written."""
-        self.memory = memoryview(mmap.mmap(-1, slots * slot_bytes))
+        self._mapped = mmap.mmap(-1, slots * slot_bytes)
+        self.memory = memoryview(self._mapped)
         self._free = deque(
             Slot(i, 0, i * slot_bytes, self.memory[i * slot_bytes :][:slot_bytes])
             for i in range(slots)
@@ -79,6 +83,22 @@ class Staging:
         with self._changed:
             self.retired += 1
             self._changed.notify_all()
+
+    def bury(self) -> None:
+        """End the use of all of it: nothing is lent any more. Frees the pages.
+
+        Who still has a slot may write there without asking anybody (a process of the same machine
+        by address alone). So unless all are back their addresses are kept until the process ends.
+        """
+        with self._changed:
+            if len(self._free) == self._slots:
+                return
+            self._free.clear()
+            self.retired = self._slots
+            self._changed.notify_all()
+        _BURIED.append(self._mapped)
+        with contextlib.suppress(OSError):  # a kernel that keeps the pages
+            self._mapped.madvise(mmap.MADV_REMOVE)
 
 
 def step_of(size_bytes: int) -> int:

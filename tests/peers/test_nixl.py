@@ -6,6 +6,9 @@ them right is what `test_transports` shows where it is installed.
 
 import asyncio
 import contextlib
+import ctypes
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,7 +23,7 @@ from kvtier.peers import bulk_wire as form
 from kvtier.peers.nixl_agent import Exposure
 from kvtier.peers.nixl_server import ACQUAINTANCES_MAX, NixlEnd, Offer
 from kvtier.peers.nixl_transport import NixlTransport, WhenCold
-from kvtier.peers.staging import SLOT_BYTES, SLOTS
+from kvtier.peers.staging import ALIGNMENT, SLOT_BYTES, SLOTS, Staging, step_of
 from kvtier.ports import GetRequest, PeerTransport
 from kvtier.sections import DialConfig, ListenConfig
 from kvtier_services.store import peers as store_peers
@@ -119,8 +122,12 @@ async def test_a_slot_that_nobody_can_say_is_left_alone_is_never_used_again_and_
             await left_behind(way, world, memoryview(bytearray(BLOCK_BYTES)))
             await count_is(transport, "retired", lost)
         assert transport.renewals == 0
+        [lent] = [one for name, one in world.agents.items() if "asker" in name]
+        memory = weakref.ref(lent.memories.pop().obj)
         world.release()
         assert await way.get(1, 2) == [HIT, HIT]
+        gc.collect()
+        assert memory() is not None, "what is written late must not hit what lies there next"
         assert (transport.renewals, transport.retired, transport.free) == (1, 0, SLOTS)
 
 
@@ -235,6 +242,34 @@ async def test_payloads_longer_than_a_slot_and_of_unknown_length_come_over_the_c
         assert len(world.targets) == begun
         assert await way.get(*range(6), size=MIB) == [HIT] * 6
         assert len(world.targets) == begun + 1
+
+
+def test_addresses_of_slots_that_are_out_are_kept_and_others_are_given_back() -> None:
+    for is_out in (True, False):
+        staging = Staging(2, 1 << 16)
+        slot = staging.take(soon())
+        memory = weakref.ref(staging.memory.obj)
+        if not is_out:
+            staging.give_back(slot)
+        staging.bury()
+        del slot, staging
+        gc.collect()
+        assert (memory() is not None) == is_out
+
+
+async def test_nothing_of_earlier_calls_goes_along_between_two_payloads(
+    tmp_path: Path, world: World
+) -> None:
+    async with a_way(tmp_path, world) as (way, _):
+        assert await way.put(*range(4)) == ["stored"] * 4
+        for _ in range(2 * SLOTS):
+            assert await way.get(*range(4)) == [HIT] * 4
+        size = BLOCK_BYTES - ALIGNMENT - 1
+        assert await way.put(*range(10, 13), size=size) == ["stored"] * 3
+        assert await way.get(*range(10, 13), size=size) == [HIT] * 3
+        for at in (0, 1):
+            gap = world.targets[-1] + at * step_of(size) + size
+            assert ctypes.string_at(gap, step_of(size) - size) == bytes(step_of(size) - size)
 
 
 def test_what_an_earlier_call_offered_is_not_written_after_the_end_was_told() -> None:
