@@ -78,14 +78,22 @@ class WhenCold(Enum):
     """UnavailableError at once, for another way to be taken; they meet meanwhile."""
 
 
+class _NotMovedError(BackendError):
+    """The store says that its transfer failed: another connection would not help."""
+
+
 class _Near:
     """An agent of ours and the memory that it lends."""
 
     def __init__(self, reach: Exposure, maker: AgentMaker) -> None:
         self.staging = Staging()
         self.agent = maker(f"kvtier-asker-{secrets.token_hex(16)}", reach)
-        self.base = self.agent.register(self.staging.memory)
-        self.description = self.agent.describe()
+        try:
+            self.base = self.agent.register(self.staging.memory)
+            self.description = self.agent.describe()
+        except BackendError:
+            self.agent.close()
+            raise
 
     def close(self) -> None:
         """End the agent. A store that stood still may yet write into what it was lent."""
@@ -215,18 +223,21 @@ class NixlTransport:
         return await self._agent()
 
     async def _meet(self, peer: PeerPlace) -> None:
-        try:
-            near = await self._agent()
-        except (BackendError, ConfigError) as error:
-            raise UnavailableError(str(error)) from error
+        near = await self._agent()
         call = _Call(peer, near, time.monotonic() + WARM_S)
         await self._called(call, lambda wire: self._tried(wire, call))
 
     async def _called(self, call: "_Call", work: Callable[[form.Wire], T]) -> T:
-        """As `BulkTransport.call`. UnavailableError where no slot is free: another way may do."""
+        """As `BulkTransport.call`. UnavailableError where another way may do: no slot is free, or
+        the transfer failed, after which the two have to meet again."""
         try:
             return await self._channel.call(call.peer, call.end, work)
         except OverloadedError as error:
+            raise UnavailableError(str(error)) from error
+        except _NotMovedError as error:
+            warm = self._warm.get(call.peer)
+            if warm is not None and warm.done():
+                del self._warm[call.peer]
             raise UnavailableError(str(error)) from error
 
     async def _agent(self) -> _Near:
@@ -237,7 +248,10 @@ class NixlTransport:
                 self.renewals += 1
                 await asyncio.to_thread(near.close)
             if self._near is None:
-                opened = await asyncio.to_thread(_Near, self._reach, self._maker)
+                try:
+                    opened = await asyncio.to_thread(_Near, self._reach, self._maker)
+                except (BackendError, ConfigError) as error:
+                    raise UnavailableError(str(error)) from error
                 if not self._is_open:
                     await asyncio.to_thread(opened.close)
                     raise UnavailableError("the transport is closed")
@@ -264,7 +278,7 @@ class NixlTransport:
             wire.write([_request(form.NIXL_TRY, call.end), loan.offer])
             loan.is_left_alone = _answered(wire, 0)
         if not loan.is_left_alone:
-            raise UnavailableError(f"{call.peer.instance} does not reach our memory")
+            raise _NotMovedError(f"{call.peer.instance} does not reach our memory")
 
     def _got(
         self, wire: form.Wire, call: "_Call", requests: Sequence[GetRequest]
@@ -277,6 +291,8 @@ class NixlTransport:
             request = _request(form.NIXL_GET, call.end, requests[0].name, len(requests), size)
             wire.write([request, keys, loan.offer])
             loan.is_left_alone = _answered(wire, len(requests))
+            if not loan.is_left_alone:
+                raise _NotMovedError(f"{call.peer.instance} does not reach our memory any more")
             statuses = blocks.get_statuses_from(wire.read(len(requests)))
             hits = statuses.count(GetStatus.HIT)
             headers = memoryview(wire.read(hits * HEADER_BYTES))
@@ -318,6 +334,8 @@ class NixlTransport:
             columns = [blocks.u64s(lengths), blocks.u64s(sums), scope]
             wire.write([request, keys, loan.offer, *columns])
             loan.is_left_alone = _answered(wire, len(requests))
+            if not loan.is_left_alone:
+                raise _NotMovedError(f"{call.peer.instance} does not reach our memory any more")
             statuses = blocks.put_statuses_from(wire.read(len(requests)))
         return [PutResult(status) for status in statuses]
 

@@ -31,7 +31,7 @@ from kvtier_services.store.config import BulkSection, PeersSection, PeerWay
 from tests.harness.ports import free_port
 from tests.harness.waiting import eventually_async
 from tests.peers.test_bulk_server import KEYS, said
-from tests.peers.test_transports import CORRUPT, ERROR, HIT, MISS, Way, place_of
+from tests.peers.test_transports import CORRUPT, HIT, MISS, Way, place_of
 from tests.support.memory_agents import World
 from tests.support.peer_stores import PATIENT, some_nodes
 from tests.support.store_service import MIB, a_store, small_store
@@ -151,17 +151,44 @@ async def test_a_store_that_was_started_anew_knows_nothing_of_what_was_sent_befo
         await transport.close()
 
 
-async def test_a_transfer_that_fails_gives_no_block_and_its_slot_is_never_used_again(
+async def test_a_transfer_that_fails_goes_another_way_and_its_slot_is_never_used_again(
     tmp_path: Path, world: World
 ) -> None:
     async with a_way(tmp_path, world) as (way, transport):
         assert await way.put(1) == ["stored"]
         world.fails = True
-        assert await way.get(1) == [ERROR]
-        assert await way.put(2) == ["error"]
-        await count_is(transport, "retired", 2)
-        world.fails = False
+        for failed in (lambda: way.get(1), lambda: way.put(2), lambda: way.get(1)):
+            with pytest.raises(UnavailableError):
+                await failed()
+        await count_is(transport, "retired", 3)
+        chain: PeerTransport = BulkFirst(transport, BulkTransport(DialConfig()))
+        way.transport = chain
         assert await way.get(1, 2) == [HIT, MISS]
+        assert await way.put(3) == ["stored"]
+        world.fails = False
+        way.transport = transport
+        begun = len(world.targets)
+        assert await way.get(1, 2, 3) == [HIT, MISS, HIT]
+        assert len(world.targets) > begun
+        await chain.close()
+
+
+async def test_where_no_other_agent_can_be_opened_calls_go_another_way(
+    tmp_path: Path, world: World
+) -> None:
+    async with a_way(tmp_path, world) as (way, transport):
+        assert await way.put(1) == ["stored"]
+        world.fails = True
+        for lost in range(1, SLOTS + 1):
+            with pytest.raises(UnavailableError):
+                await way.get(1)
+            await count_is(transport, "retired", lost)
+        world.fails, world.is_full = False, True
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="no more"):
+                await way.get(1)
+        world.is_full = False
+        assert await way.get(1) == [HIT]
 
 
 async def test_bytes_that_arrive_wrong_are_corrupt_and_published_by_nobody(

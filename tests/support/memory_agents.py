@@ -21,6 +21,8 @@ class World:
     """They end without having moved all."""
     damages: bool = False
     """One byte arrives wrong."""
+    is_full: bool = False
+    """No agent can be opened."""
     held: list["MemoryTransfer"] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     """Far addresses of what was begun, in order."""
@@ -29,6 +31,8 @@ class World:
 
     def agent(self, name: str, exposure: Exposure) -> "MemoryAgent":
         """An `AgentMaker`."""
+        if self.is_full:
+            raise BackendError("no more agents")
         return self.agents.setdefault(name, MemoryAgent(self, name))
 
     def release(self) -> None:
