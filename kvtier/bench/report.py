@@ -4,6 +4,7 @@ What must not live here: any measurement.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -112,6 +113,15 @@ def module(bench: str) -> ModuleType:
     return importlib.import_module(f"kvtier.bench.{bench.replace('-', '_')}")
 
 
+def _kill_children() -> None:
+    """End what was just being started when the signal came, and so is nobody's yet."""
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text(encoding="ascii").split()):
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
 def command(argv: list[str]) -> int:
     """`kvtier bench NAME [--json] [options]`; exit status 1 when a bar is missed.
 
@@ -131,6 +141,9 @@ def command(argv: list[str]) -> int:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         results = run(arguments)
+    except KeyboardInterrupt:
+        _kill_children()
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
     if arguments.json:

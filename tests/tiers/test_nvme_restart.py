@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from kvtier.ports import (
     PutStatus,
     RemovalCause,
 )
+from kvtier.tiers.nvme.catalog import Catalog
 from kvtier.tiers.nvme.layout import NvmeConfig
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.types import ScopeId
@@ -340,6 +343,38 @@ async def test_a_segment_that_is_gone_is_forgotten(tmp_path: Path) -> None:
 
 
 @requires_tmpfs
+async def test_what_the_index_says_of_segments_that_are_gone_is_never_read_in_new_ones(
+    tmp_path: Path,
+) -> None:
+    """A kill that comes before the index has forgotten them, and after their ids would be free."""
+    directory, killed = tmp_path / "tier", tmp_path / "killed"
+    await filled(directory)
+    for segment in segments(directory):
+        segment.unlink()
+    slow = replace(small(directory), save_s=1.0)
+    tier = await NvmeTier.open(slow)
+    await fill(tier, range(1000, 1200))
+    shutil.copytree(directory, killed)  # what a kill leaves
+    assert index(killed).exists()
+    await tier.close()
+    tier = await NvmeTier.open(small(killed))
+    statuses = {await get_status(tier, name_of(n)) for n in BLOCKS}
+    await tier.close()
+    assert statuses == {GetStatus.MISS}
+
+
+async def test_what_a_start_has_found_lost_is_gone_from_the_index_when_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    await filled(tmp_path)
+    for segment in segments(tmp_path):
+        segment.unlink()
+    await (await NvmeTier.open(small(tmp_path))).close()
+    catalog = Catalog(index(tmp_path), 8 * MIB)
+    assert catalog.load().entries == {}
+    catalog.close()
+
+
 async def test_a_read_only_file_system_is_refused_with_one_line(tmp_path: Path) -> None:
     directory = tmp_path / "small"
     with SmallTmpfs(directory, 16 * MIB):

@@ -83,10 +83,14 @@ class Archive:
         """Know a segment that is younger than all others."""
         self.segments[segment.segment_id] = segment
         self.ledger.open_shelf(segment.segment_id)
-        self._next_id = max(self._next_id, segment.segment_id + 1)
+        self.pass_over(segment.segment_id)
+
+    def pass_over(self, segment_id: int) -> None:
+        """Draw no id up to this one: the index speaks of it."""
+        self._next_id = max(self._next_id, segment_id + 1)
 
     def draw_segment_id(self) -> int:
-        """An id that no segment of this generation ever had."""
+        """An id that no segment has, and none that the index spoke of when the tier was opened."""
         segment_id = self._next_id
         self._next_id += 1
         return segment_id

@@ -115,7 +115,9 @@ def _load(archive: Archive, home: Home, entries: dict[bytes, bytes]) -> None:
             unknown_count += 1
     if unknown_count > 1:  # one is what a kill leaves
         _LOG.warning("nvme tier: %d segments that the index does not know: deleted", unknown_count)
-    for lost in places.values():
+    for segment_id, lost in places.items():
+        # Another file of this id before the index has forgotten these would be read as theirs.
+        archive.pass_over(segment_id)
         archive.changes.update(dict.fromkeys((key for key, _ in lost), None))
     archive.changes_count += len(archive.changes)
     _fit(archive)

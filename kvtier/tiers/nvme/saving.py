@@ -51,7 +51,8 @@ class Saver:
         self._wanted = asyncio.Event()
         self._at_once = asyncio.Event()
         self._progress = asyncio.Event()
-        self._saved_count = archive.changes_count
+        self._saved_count = archive.changes_count - len(archive.changes)
+        """Of the archive's changes; what the start has found is not saved yet."""
         self._illness: _Illness | None = None
         self._task: asyncio.Task[None] | None = None
 
