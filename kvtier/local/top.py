@@ -26,6 +26,7 @@ from kvtier.local.top_frame import Known, Line, Screen, Tone, duration, frame
 from kvtier.sections import parse_address
 
 ADMIN: Final = "127.0.0.1:8001"
+_INTERRUPTED: Final = 130
 _TERMINATED: Final = 143
 _ROWS_WANTED: Final = 200
 _PIPE_WIDTH: Final = 120
@@ -200,19 +201,20 @@ class _Terminal:
     def __init__(self, watch: Watch, interval_s: float) -> None:
         self._watch = watch
         self._interval_s = interval_s
-        self._ended = False
+        self._status: int | None = None
+        """Once a signal has ended it."""
 
     def run(self) -> int:
         with self._held() as wake:
             due = 0.0
-            while not self._ended:
+            while self._status is None:
                 if time.monotonic() >= due:
                     self._watch.ask()
                     due = time.monotonic() + self._interval_s
                 self._draw()
                 if self._quits(wake, due):
                     return 0
-        return _TERMINATED
+        return self._status
 
     def _draw(self) -> None:
         width, height = _size()
@@ -248,6 +250,8 @@ class _Terminal:
             stack.callback(os.close, writing)
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing))
             for number, handler in (
+                # An exception out of a handler is lost where it meets a finaliser.
+                (signal.SIGINT, self._end),
                 (signal.SIGTERM, self._end),
                 (signal.SIGHUP, self._end),
                 (signal.SIGWINCH, _nothing),
@@ -256,7 +260,7 @@ class _Terminal:
             yield reading
 
     def _end(self, number: int, where: FrameType | None) -> None:
-        self._ended = True
+        self._status = _INTERRUPTED if number == signal.SIGINT else _TERMINATED
 
     def _show(self, text: str) -> None:
         with contextlib.suppress(OSError):  # it may be gone

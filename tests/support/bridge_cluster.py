@@ -6,6 +6,7 @@ What must not live here: faults, what a test expects of them.
 import asyncio
 import http.client
 import json
+import math
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -191,10 +192,11 @@ class BridgeCluster:
         await eventually_async(is_gone, SHOWN_S, "the engine left the fleet")
 
     async def metric(self, line: str) -> float:
-        """One number of the bridge's metrics page."""
+        """One number of the bridge's metrics page; not a number before the bridge shows it."""
         text = await asyncio.to_thread(page_of, self.page_port)
-        (found,) = [row for row in text.splitlines() if row.startswith(line + " ")]
-        return float(found.rpartition(" ")[2])
+        found = [row for row in text.splitlines() if row.startswith(line + " ")]
+        assert len(found) <= 1, found
+        return float(found[0].rpartition(" ")[2]) if found else math.nan
 
     async def metric_reaches(self, line: str, least: float) -> None:
         async def is_so() -> bool:

@@ -6,7 +6,10 @@ Runs in `make test-vllm`; skipped where there is no vLLM. The engines are made o
 
 import asyncio
 import json
+import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +19,10 @@ from typing import Any
 import pytest
 
 from kvtier.local.sessions import kill_session
+from kvtier.types import Tier
 from tests.harness.processes import ProcessRunner, clean_environment
 from tests.harness.waiting import eventually
+from tests.support import ray_cluster
 from tests.support.store_cluster import MIB, StoreProcess, start_store
 from tests.support.vllm_models import TOKEN_IDS, write_model_of_even_heads
 from tests.support.vllm_servers import BLOCK_TOKENS, PYTHON, WHY_NOT, prompt
@@ -28,7 +33,11 @@ if not PYTHON:
 pytestmark = pytest.mark.timeout(900)
 
 CHILD = Path(__file__).with_name("offline_child.py")
+RAY_CHILD = Path(__file__).with_name("ray_data_child.py")
+RAY_PYTHON = os.environ.get("KVTIER_VLLM_RAY_PYTHON", "")
+"""As PYTHON, with Ray Data beside vLLM."""
 END_S = 180.0
+RAY_S = 400.0
 BLOCKS, REST = 40, 5
 WHOLE = BLOCKS * BLOCK_TOKENS
 TOKENS = prompt(1, WHOLE + REST, TOKEN_IDS)
@@ -152,3 +161,47 @@ def test_an_engine_in_a_program_loads_what_one_in_another_process_computed(
     assert again["tokens"] == computed.first["tokens"]
     assert again["counts"] == {"local_compute": REST, "local_cache_hit": WHOLE}
     assert tiers_that_served(computed.store) <= {"hits_dram"}
+
+
+@pytest.mark.skipif(
+    not RAY_PYTHON,
+    reason="KVTIER_VLLM_RAY_PYTHON does not name a Python with Ray Data and vLLM: make test-vllm",
+)
+async def test_an_engine_of_ray_data_loads_what_a_program_computed(
+    computed: Computed, tmp_path: Path
+) -> None:
+    """By the same `engine_kwargs`, in an actor of a Ray cluster of its own. The store has been
+    started again: what it hands out is read from its disk, and counted there."""
+    store = computed.store
+    store.process.terminate()
+    assert store.process.wait(END_S) == 0, store.process.log_tail()
+    store.process.restart()
+    await asyncio.to_thread(answers_by_ray, computed, tmp_path / "ray.log")
+    [hits] = [one for one in (await store.tier(Tier.NVME)).gets if one.name == "hit"]
+    assert hits.count >= BLOCKS
+
+
+def answers_by_ray(computed: Computed, log: Path) -> None:
+    folder = tempfile.mkdtemp(prefix="kvr-")  # Ray's sockets have long names
+    owner = {ray_cluster.OWNER: folder}
+    argv = [RAY_PYTHON, "-P", str(RAY_CHILD), str(computed.model), computed.store.socket, folder]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=log.parent,  # Ray's workers import from where their driver was started
+            env=clean_environment() | VARIABLES | ray_cluster.VARIABLES | owner,
+        )
+        try:
+            text, _ = process.communicate(json.dumps([TOKENS]), RAY_S)
+        finally:
+            ray_cluster.kill_all_of(Path(folder))
+            process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+    assert process.returncode == 0, text[-2000:] + log.read_text()[-6000:]
+    assert json.loads(text.splitlines()[-1]) == [
+        {"tokens": computed.first["tokens"], "prompt_tokens": len(TOKENS)}
+    ]
