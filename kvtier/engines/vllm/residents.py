@@ -40,7 +40,8 @@ from kvtier.errors import BackendError, KvtierError
 from kvtier.limits import ENGINE_FEED_CLIENTS_MAX
 
 LOG = logging.getLogger("vllm.kvtier")
-SWEEP_BLOCKS_MIN: Final = 64
+SWEEP_BLOCKS_MIN: Final = 256
+"""Looked over in each step: small pools whole, since an engine may rest for long after it."""
 SWEEP_STEPS: Final = 256
 """In so many steps the whole pool is looked over once, if it is large."""
 TURN_S: Final = 0.02
@@ -153,7 +154,7 @@ class SlotTable:
         stop = min(self._sweep_at + share, len(self._blocks))
         surprises = [self._look(slot) for slot in range(self._sweep_at, stop)]
         self._sweep_at = stop if stop < len(self._blocks) else 0
-        if any(surprises) and self._steps_since_full >= SWEEP_STEPS:
+        if any(surprises) and self._steps_since_full * share >= len(self._blocks):
             self._steps_since_full = 0
             self.handed_out(range(len(self._blocks)))
         if self._new:

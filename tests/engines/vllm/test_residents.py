@@ -160,6 +160,19 @@ def test_a_reset_of_a_large_pool_is_noticed_by_the_next_step_that_meets_it() -> 
     raise AssertionError(f"{len(engine.listen())} blocks are still told")
 
 
+def test_resets_one_after_the_other_are_each_noticed_by_the_step_of_the_request_that_follows() -> (
+    None
+):
+    """After which an engine may rest: what is not seen then stays shown."""
+    engine = Engine(blocks=200)
+    for chain in range(4):
+        engine.run(prompt(chain, 30))
+        engine.run(prompt(10 + chain, 30))
+        engine.cache.clear()
+        engine.run(prompt(20 + chain, 2))
+        assert engine.listen() == set(engine.cache.held())
+
+
 def test_a_prompt_without_name_is_told_as_such() -> None:
     engine = Engine()
     engine.run(Prompt(tuple(range(8)), None, "adapter", None))
