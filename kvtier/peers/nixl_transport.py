@@ -62,6 +62,8 @@ _SETTLING_MAX: Final = 2
 """Questions about slots at once: they take threads from calls."""
 
 
+RENEWALS_MAX: Final = 32
+"""Of agents, each of which may keep the addresses of its staging memory: 64 MiB, without pages."""
 TAKE_S: Final = 0.2
 """How long a call waits for a slot: there is one for each thread, but for those left behind."""
 ANSWER_S: Final = 1.0
@@ -248,6 +250,8 @@ class NixlTransport:
                 self.renewals += 1
                 await asyncio.to_thread(near.close)
             if self._near is None:
+                if self.renewals >= RENEWALS_MAX:
+                    raise UnavailableError("nixl has failed too often, and is not tried again")
                 try:
                     opened = await asyncio.to_thread(_Near, self._reach, self._maker)
                 except (BackendError, ConfigError) as error:

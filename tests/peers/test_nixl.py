@@ -173,17 +173,36 @@ async def test_a_transfer_that_fails_goes_another_way_and_its_slot_is_never_used
         await chain.close()
 
 
+async def lose_every_slot(way: Way, transport: NixlTransport, world: World) -> None:
+    world.fails = True
+    for lost in range(1, SLOTS + 1):
+        with pytest.raises(UnavailableError):
+            await way.get(1)
+        await count_is(transport, "retired", lost)
+    world.fails = False
+
+
+async def test_agents_are_not_renewed_for_ever(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_transport, "RENEWALS_MAX", 1)
+    async with a_way(tmp_path, world) as (way, transport):
+        assert await way.put(1) == ["stored"]
+        await lose_every_slot(way, transport, world)
+        with pytest.raises(UnavailableError, match="too often"):
+            await way.get(1)
+        way.transport = BulkFirst(transport, BulkTransport(DialConfig()))
+        assert await way.get(1) == [HIT]
+        await way.transport.close()
+
+
 async def test_where_no_other_agent_can_be_opened_calls_go_another_way(
     tmp_path: Path, world: World
 ) -> None:
     async with a_way(tmp_path, world) as (way, transport):
         assert await way.put(1) == ["stored"]
-        world.fails = True
-        for lost in range(1, SLOTS + 1):
-            with pytest.raises(UnavailableError):
-                await way.get(1)
-            await count_is(transport, "retired", lost)
-        world.fails, world.is_full = False, True
+        await lose_every_slot(way, transport, world)
+        world.is_full = True
         for _ in range(2):
             with pytest.raises(UnavailableError, match="no more"):
                 await way.get(1)
